@@ -1,0 +1,144 @@
+"""The autograd of column-parallel products: rows arrive before the product, input gradients leave after it.
+
+`AllGatherMatmul` has its rows sharded; `ReplicateMatmul` has them whole on every rank. In both backwards the input's
+gradient leaves beside the weights' gradients. The hazard: which gradients are needed decides what is sent, so it must
+be the same on every rank. Source: the backward table of this library's schedules.
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stretto.overlap.inputs import How
+from stretto.overlap.loops import Scatter, gather
+from stretto.overlap.p2p import Call
+from stretto.overlap.products import WeightGradient, input_partial, output
+from stretto.overlap.routes import Slices, slice_sizes
+
+__all__ = ["AllGatherMatmul", "ReplicateMatmul"]
+
+
+class AllGatherMatmul(torch.autograd.Function):
+    """x (sizes[rank], inner, K) and weights (F, K) -> (sum(sizes), inner, F) for each weight."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, how: How, slices: Slices, num_weights: int, x: Tensor, *rest: Tensor) -> Any:
+        """Each slice is multiplied as it arrives, own first."""
+        weights, biases = rest[:num_weights], rest[num_weights:]
+        header = how.header(call, x.dtype, ctx.needs_input_grad[4:])
+        kept = x.new_empty(slices.total, *x.shape[1:]) if how.keep_gathered else None
+        outs = [x.new_empty(slices.total, x.shape[1], len(weight)) for weight in weights]
+        for piece, data in gather(call, header, x, slices, check=how.check, into=kept):
+            for out, weight, bias in zip(outs, weights, biases):
+                output(data, weight, bias, out[piece.rows])
+        ctx.how, ctx.slices = how, slices
+        ctx.save_for_backward(x if kept is None else kept, *weights)
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Input gradients leave, and the input arrives again unless it was kept, beside two products a slice."""
+        x, *weights = ctx.saved_tensors
+        needs_x, needs_w, needs_b = _needs(ctx.needs_input_grad[4:], len(weights))
+        grads = tuple(grad.contiguous() for grad in grads)
+        sums = [WeightGradient(weight) if needed else None for weight, needed in zip(weights, needs_w)]
+        dx = None
+        if needs_x or (any(needs_w) and not ctx.how.keep_gathered):
+            with ctx.how.peers.call("all_gather_matmul backward") as call:
+                dx = _input_and_weight_gradients(call, ctx, x, weights, grads, sums)
+        elif any(needs_w):
+            _add(sums, grads, x, slice(None))
+        dbs = [grad.sum((0, 1)) if needed else None for grad, needed in zip(grads, needs_b)]
+        return None, None, None, None, dx, *(s and s.result() for s in sums), *dbs
+
+
+def _input_and_weight_gradients(
+    call: Call,
+    ctx: Any,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sums: Sequence[WeightGradient | None],
+) -> Tensor | None:
+    how, slices = ctx.how, ctx.slices
+    header = how.header(call, x.dtype, ctx.needs_input_grad[4:])
+    scatter = None
+    if ctx.needs_input_grad[4]:
+        scatter = Scatter(call, header, (slices.total, *x.shape[1:]), slices, x.device, check=how.check)
+    regather = any(sums) and not how.keep_gathered
+    leaving = scatter.pieces() if scatter is not None else iter(())
+    arriving = gather(call, header, x, slices, check=how.check) if regather else iter(())
+    for piece, arrived in zip_longest(leaving, arriving):
+        if scatter is not None:
+            scatter.put(piece, input_partial(grads, weights, piece.rows))
+        if arrived is not None:
+            place, data = arrived
+            _add(sums, grads, data, place.rows)
+        elif how.keep_gathered:
+            _add(sums, grads, x[piece.rows], piece.rows)
+    return scatter.result() if scatter is not None else None
+
+
+class ReplicateMatmul(torch.autograd.Function):
+    """x (rows, inner, K), the same on every rank, and weights (F, K) -> (rows, inner, F) for each weight."""
+
+    @staticmethod
+    def forward(ctx: Any, how: How, num_weights: int, x: Tensor, *rest: Tensor) -> Any:
+        """Products alone."""
+        weights, biases = rest[:num_weights], rest[num_weights:]
+        ctx.how = how
+        ctx.save_for_backward(x, *weights)
+        outs = [x.new_empty(*x.shape[:2], len(weight)) for weight in weights]
+        return tuple(output(x, weight, bias, out) for out, weight, bias in zip(outs, weights, biases))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Input gradients are scattered beside their own products, and gathered beside the weights' gradients."""
+        x, *weights = ctx.saved_tensors
+        needs_x, needs_w, needs_b = _needs(ctx.needs_input_grad[2:], len(weights))
+        grads = tuple(grad.contiguous() for grad in grads)
+        sums = [WeightGradient(weight) if needed else None for weight, needed in zip(weights, needs_w)]
+        dx = None
+        if needs_x:
+            with ctx.how.peers.call("replicate_matmul backward") as call:
+                dx = _summed_input_gradient(call, ctx, x, weights, grads, sums)
+        else:
+            _add(sums, grads, x, slice(None))
+        dbs = [grad.sum((0, 1)) if needed else None for grad, needed in zip(grads, needs_b)]
+        return None, None, dx, *(s and s.result() for s in sums), *dbs
+
+
+def _summed_input_gradient(
+    call: Call,
+    ctx: Any,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sums: Sequence[WeightGradient | None],
+) -> Tensor:
+    how = ctx.how
+    slices = Slices(tuple(slice_sizes(x.shape[0], call.peers.world_size)), how.num_subslices)
+    header = how.header(call, x.dtype, ctx.needs_input_grad[2:])
+    scatter = Scatter(call, header, tuple(x.shape), slices, x.device, check=how.check)
+    for piece in scatter.pieces():
+        scatter.put(piece, input_partial(grads, weights, piece.rows))
+    dx = torch.empty_like(x)
+    for piece, _ in gather(call, header, scatter.result(), slices, check=how.check, into=dx):
+        _add(sums, grads, x[piece.rows], piece.rows)
+    return dx
+
+
+def _needs(needed: Sequence[bool], num_weights: int) -> tuple[bool, Sequence[bool], Sequence[bool]]:
+    return needed[0], needed[1 : 1 + num_weights], needed[1 + num_weights :]
+
+
+def _add(sums: Sequence[WeightGradient | None], grads: Sequence[Tensor], x: Tensor, rows: slice) -> None:
+    for total, grad in zip(sums, grads):
+        if total is not None:
+            total.add(grad[rows], x)

@@ -1,0 +1,152 @@
+"""What the ranks of a group tell each other when something disagrees or dies.
+
+Before every payload a small header says what is coming; the receiver compares it with what it expects before it posts
+the payload's receive. It must: on gloo a message longer than its receive aborts the receiving process, uncatchably,
+and a shorter one is accepted in silence. A rank that fails writes one line to the group's store by compare-and-set
+and reports the line it finds there, so that all ranks name the same first cause. The hazard is a store whose host
+died with the fault: then each rank can only tell its own side.
+"""
+
+from dataclasses import dataclass, fields
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Header", "PeerError"]
+
+_WORDS = 20
+_FAULT, _REFUSED = "stretto/fault", "stretto/refused"
+_NO_TAG = 1 << 20  # nothing is ever sent under this tag
+
+_OPERATIONS = (
+    "all_gather_matmul",
+    "all_gather_matmul backward",
+    "matmul_reduce_scatter",
+    "matmul_reduce_scatter backward",
+    "matmul_all_reduce",
+    "replicate_matmul",
+    "replicate_matmul backward",
+    "all_to_all",
+    "gradient reduction",
+    "parameter gather",
+    "weight_gather_matmul",
+    "weight_gather_matmul backward",
+)
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+_SCHEDULES = ("plain", "ring", "direct")
+_LANES = ("sizes", "gather", "scatter")
+
+
+class PeerError(RuntimeError):
+    """Ranks disagreed, or one of them died or never came. The group cannot be used again."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """One payload's description: 20 int64 on the wire, equal field by field or the call fails on its receiver."""
+
+    operation: str
+    call: int
+    """The how-manieth call on this group."""
+    lane: str
+    """The loop within the call: "gather", "scatter", or "sizes" where shapes may still differ."""
+    step: int
+    shape: tuple[int, ...]
+    """Of the whole slice, rows first."""
+    dtype: torch.dtype
+    num_subslices: int
+    schedule: str
+    gradients: tuple[bool, ...]
+    """Which inputs of the operation need a gradient."""
+
+    def pack(self, device: torch.device) -> Tensor:
+        """The header as an int64 tensor of shape (20,)."""
+        assert len(self.shape) <= 6, self.shape
+        bits = sum(1 << i for i, needed in enumerate(self.gradients) if needed)
+        words = [
+            _OPERATIONS.index(self.operation),
+            self.call,
+            _LANES.index(self.lane),
+            self.step,
+            _DTYPES.index(self.dtype),
+            self.num_subslices,
+            _SCHEDULES.index(self.schedule),
+            len(self.gradients),
+            bits,
+            len(self.shape),
+            *self.shape,
+        ]
+        return torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64, device=device)
+
+    @staticmethod
+    def blank(device: torch.device) -> Tensor:
+        """A buffer to receive a header into."""
+        return torch.zeros(_WORDS, dtype=torch.int64, device=device)
+
+    @classmethod
+    def unpack(cls, words: Tensor) -> "Header":
+        """The inverse of `pack`; what no `pack` wrote raises `ValueError`."""
+        w = words.tolist()
+        try:
+            return cls(
+                operation=_OPERATIONS[w[0]],
+                call=w[1],
+                lane=_LANES[w[2]],
+                step=w[3],
+                shape=tuple(w[10 : 10 + w[9]]),
+                dtype=_DTYPES[w[4]],
+                num_subslices=w[5],
+                schedule=_SCHEDULES[w[6]],
+                gradients=tuple(bool(w[8] >> i & 1) for i in range(w[7])),
+            )
+        except (IndexError, ValueError):
+            raise ValueError(f"received a header that no rank of this version writes: {w}") from None
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{self.operation}, call {self.call}, {self.lane} step {self.step}, shape {self.shape}, {dtype}, "
+            f"num_subslices={self.num_subslices}, {self.schedule}, gradients {self.gradients}"
+        )
+
+    def differences(self, other: "Header") -> list[str]:
+        """The names of the fields in which two headers differ."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+
+
+def report(store: dist.Store, fault: str, call: int) -> str:
+    """Enter `fault` as the group's first fault unless there is one; the entry that stands.
+
+    Where another rank refused its input in the same call, before anything was sent, its refusal is the first cause.
+    """
+    try:
+        refused = f"{_REFUSED}/{call}"
+        if store.check([refused]):
+            fault = store.get(refused).decode()
+        return store.compare_set(_FAULT, "", fault).decode()
+    except RuntimeError:
+        return fault
+
+
+def refuse(store: dist.Store, refusal: str, call: int) -> None:
+    """Note for waiting peers that this rank raised in `call` before it sent anything."""
+    try:
+        store.compare_set(f"{_REFUSED}/{call}", "", refusal)
+    except RuntimeError:
+        return
+
+
+def hang_up(group: dist.ProcessGroup, rank: int, world_size: int) -> None:
+    """Close this rank's connections, so that its peers fail now and not at the group's timeout (gloo only).
+
+    gloo closes every pair of a context in which a wait timed out: so one receive that nobody answers is timed out.
+    """
+    if world_size == 1 or dist.get_backend(group) != "gloo":
+        return
+    try:
+        work = group.recv([torch.empty(1)], (rank + 1) % world_size, _NO_TAG)
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return

@@ -1,0 +1,121 @@
+"""What an operation is given: looked over before anything is sent, and laid out rows first.
+
+Inside this room a tensor is (rows, inner, features), contiguous, and is cut by rows alone. The hazard is a fault that
+only some ranks see: it is raised there at once, and on the others by the header of the first step. Strided inputs are
+copied, never refused: the gradients that autograd hands over often are strided.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stretto.overlap.faults import Header
+from stretto.overlap.p2p import Call, Peers
+from stretto.overlap.routes import Schedule, Slices, sizes_from, slice_sizes
+
+__all__ = ["How", "rows_first", "rows_last"]
+
+Sizes = Sequence[int] | str | None
+
+
+@dataclass(frozen=True)
+class How:
+    """How a call communicates; equal on every rank."""
+
+    peers: Peers
+    schedule: Schedule
+    num_subslices: int
+    check: bool
+    keep_gathered: bool = False
+
+    def header(self, call: Call, dtype: torch.dtype, gradients: Sequence[bool]) -> Header:
+        """The part of the headers that is the same for all steps of a call."""
+        n, s = self.num_subslices, self.schedule
+        return Header(call.operation, call.number, "gather", 0, (), dtype, n, s, tuple(gradients))
+
+
+def checked_how(peers: Peers, schedule: str, num_subslices: int, check: bool, keep_gathered: bool = False) -> How:
+    """The settings of a call, or `ValueError`."""
+    if schedule not in ("plain", "ring", "direct"):
+        raise ValueError(f"schedule={schedule!r} is not one of 'plain', 'ring', 'direct'")
+    if num_subslices < 1:
+        raise ValueError(f"num_subslices={num_subslices} must be at least 1")
+    return How(peers, schedule, num_subslices, check, keep_gathered)  # type: ignore[arg-type]
+
+
+def check_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dim: int) -> int:
+    """`dim` counted from the front, or `ValueError` for shapes, dtypes and devices that make no product."""
+    if x.ndim < 2:
+        raise ValueError(f"x of shape {tuple(x.shape)} must have at least 2 dimensions, rows and features")
+    if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
+        raise ValueError(f"dim={dim} is not a row dimension of x, whose shape is {tuple(x.shape)}; features come last")
+    if not weights:
+        raise ValueError("at least one weight is needed")
+    if len(biases) != len(weights):
+        raise ValueError(f"{len(biases)} biases for {len(weights)} weights; give one, or None, for each")
+    if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
+        raise ValueError(f"x is {x.dtype}; float64, float32, bfloat16 and float16 are supported")
+    for weight, bias in zip(weights, biases):
+        if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"weight of shape {tuple(weight.shape)} must be (out_features, {x.shape[-1]}) "
+                f"to multiply x of shape {tuple(x.shape)}"
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias of shape {tuple(bias.shape)} must be ({weight.shape[0]},)")
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None and tensor.dtype != x.dtype:
+                raise ValueError(f"{name} is {tensor.dtype} and x is {x.dtype}; cast one of them")
+            if tensor is not None and tensor.device != x.device:
+                raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; move one of them")
+    return dim % x.ndim
+
+
+def rows_first(x: Tensor, dim: int) -> Tensor:
+    """(..., rows at dim, ..., features) as a contiguous (rows, inner, features); differentiable."""
+    x = x.movedim(dim, 0)
+    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1]).contiguous()
+
+
+def rows_last(y: Tensor, like: Tensor, dim: int) -> Tensor:
+    """(rows, inner, features) with the inner dimensions of `like` and its rows back at `dim`, as a view."""
+    inner = [size for axis, size in enumerate(like.shape[:-1]) if axis != dim]
+    return y.view(y.shape[0], *inner, y.shape[-1]).movedim(0, dim)
+
+
+def gathered_slices(call: Call, how: How, header: Header, x: Tensor, sizes: Sizes) -> Slices:
+    """The rows of every rank, where this one has those of `x`: given, equal, or exchanged."""
+    rank, world_size = call.peers.rank, call.peers.world_size
+    header = replace(header, lane="sizes", shape=tuple(x.shape))
+    if isinstance(sizes, str):
+        if sizes != "exchange":
+            raise ValueError(f"sizes={sizes!r} must be None (equal slices), 'exchange', or one row count a rank")
+        return Slices(tuple(call.exchange_sizes(header, x.device)), how.num_subslices)
+    given = tuple([x.shape[0]] * world_size) if sizes is None else sizes_from(sizes, world_size)
+    if given[rank] != x.shape[0]:
+        raise ValueError(f"sizes[{rank}]={given[rank]} but this rank's slice has {x.shape[0]} rows")
+    if how.schedule == "plain" and how.check:
+        theirs = tuple(call.exchange_sizes(header, x.device))
+        if theirs != given:
+            call.fail(f"expected slices of {given} rows, but the ranks have {theirs}")
+    return Slices(given, how.num_subslices)
+
+
+def scattered_slices(call: Call, how: How, header: Header, shape: tuple[int, ...], sizes: Sizes, x: Tensor) -> Slices:
+    """How the rows of a whole tensor of `shape` are owned: as given, or as `torch.chunk` cuts them."""
+    world_size = call.peers.world_size
+    if isinstance(sizes, str):
+        raise ValueError(f"sizes={sizes!r}: a scatter knows all its rows; give row counts, or None for torch.chunk's")
+    given = slice_sizes(shape[0], world_size) if sizes is None else sizes
+    slices = Slices(sizes_from(given, world_size), how.num_subslices)
+    if slices.total != shape[0]:
+        raise ValueError(f"sizes={list(slices.sizes)} add up to {slices.total} rows, but there are {shape[0]}")
+    if how.schedule == "plain" and how.check:
+        header = replace(header, lane="sizes", shape=shape)
+        theirs = call.exchange_sizes(header, x.device)
+        if set(theirs) != {shape[0]}:
+            call.fail(f"expected {shape[0]} rows on every rank, but the ranks have {theirs}")
+    return slices

@@ -1,0 +1,192 @@
+"""The two loops of every schedule: `gather` hands out slices as they arrive, `Scatter` takes partial sums as they are made.
+
+Between two sub-slices the caller does its product: that is what the transfers hide behind. Rows come first in every
+tensor here, (rows, ...), contiguous. A gather starts with the rank's own slice, a scatter ends with it. The hazard:
+both must be driven to their end on every rank, one product after the other. Source: CommFuse (arXiv 2604.24013); the
+direct scatter's fixed order of summation and the m sub-slices in flight are this library's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from stretto.overlap.faults import Header
+from stretto.overlap.p2p import Call, Lane, Shape, Transfer
+from stretto.overlap.routes import Route, Slices
+
+__all__ = ["Piece", "Scatter", "gather", "send_everywhere", "sum_dtype"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One sub-slice in the order of a loop."""
+
+    step: int
+    subslice: int
+    owner: int
+    local: slice
+    """Its rows within its owner's slice."""
+    rows: slice
+    """Its rows within the whole tensor."""
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over ranks and slices are kept in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def walk(lane: Lane, slices: Slices) -> Iterator[Piece]:
+    """The sub-slices of a loop in the order of its products."""
+    for step, here in enumerate(lane.routes):
+        for s in range(slices.num_subslices):
+            yield Piece(step, s, here.compute, slices.local(here.compute, s), slices.rows(here.compute, s))
+
+
+def gather(
+    call: Call, header: Header, own: Tensor, slices: Slices, *, check: bool, into: Tensor | None = None
+) -> Iterator[tuple[Piece, Tensor]]:
+    """Every slice of a row-sharded tensor, own first, each handed out while the next is on its way.
+
+    Args:
+        call: the call that this loop belongs to.
+        header: operation, dtype, schedule and gradients; the shape is filled in here.
+        own: this rank's slice, (slices.sizes[rank], ...), contiguous.
+        slices: the rows of every rank.
+        check: send headers.
+        into: (slices.total, ...), contiguous: all slices are written there. Without it a slice's buffer is released
+            after its product and, on the ring, its forwarding.
+
+    Yields:
+        The place of a sub-slice and its rows, to be read until the next is asked for.
+    """
+    rank, ring, rest = call.peers.rank, header.schedule == "ring", tuple(own.shape[1:])
+
+    def shapes(here: Route) -> tuple[Shape, Shape]:
+        return (slices.sizes[here.send], *rest), (slices.sizes[here.recv], *rest)
+
+    lane = Lane(call, "gather", header, shapes, device=own.device, check=check)
+    if into is not None:
+        into[slices.rows(rank)] = own
+    arriving: dict[int, tuple[Transfer, Tensor, Tensor | None]] = {}
+    for piece in walk(lane, slices):
+        step, s = piece.step, piece.subslice
+        data = own[piece.local]
+        if step > 0:
+            transfer, data, forwarded = arriving.pop(s)
+            call.wait(transfer)
+            if forwarded is not None:
+                call.release(forwarded)
+        owned = into is None and step > 0
+        if step < lane.last:
+            source = lane.routes[step].recv
+            if into is None:
+                incoming = own.new_empty(slices.size(source, s), *rest)
+            else:
+                incoming = into[slices.rows(source, s)]
+            outgoing = data if ring else own[slices.local(rank, s)]
+            transfer = lane.post(step, s, outgoing, incoming)
+            arriving[s] = (transfer, incoming, data if ring and owned else None)
+        yield piece, data
+        if owned and (step == lane.last or not ring):
+            call.release(data)
+
+
+def send_everywhere(
+    call: Call, header: Header, own: Tensor, slices: Slices, into: Tensor, *, check: bool
+) -> list[Transfer]:
+    """Post a whole direct gather at once, for a caller who waits for all of it later.
+
+    `own` (slices.sizes[rank], ...) is sent to every rank, and every slice arrives in `into` (slices.total, ...). The
+    transfers outlive the call. Posted together they share the egress and arrive together: fit only where nobody
+    needs the first before the last.
+    """
+    rest = tuple(own.shape[1:])
+
+    def shapes(here: Route) -> tuple[Shape, Shape]:
+        return (slices.sizes[here.send], *rest), (slices.sizes[here.recv], *rest)
+
+    lane = Lane(call, "gather", replace(header, schedule="direct"), shapes, device=own.device, check=check)
+    into[slices.rows(call.peers.rank)] = own
+    transfers = [
+        lane.post(step, 0, own, into[slices.rows(lane.routes[step].recv)]) for step in range(lane.last)
+    ]
+    call.leave(transfers)
+    return transfers
+
+
+class Scatter:
+    """Sums of row slices over ranks, each slice's to its owner: others' partials first, own last.
+
+    direct: partials go straight to the owner, who adds them in the fixed order r-1, r-2, ..., r+1, own last, in
+    `sum_dtype`: one rounding at the end, bitwise the same every time. ring: running sums travel and are rounded to
+    the dtype on the wire at every hop. Buffers: two for each sub-slice in flight, one sent and one received, and the
+    sum of the own slice.
+    """
+
+    def __init__(
+        self, call: Call, header: Header, shape: Shape, slices: Slices, device: torch.device, *, check: bool
+    ) -> None:
+        """`shape` is that of the whole tensor, rows first; `header` as in `gather`."""
+        rest, self._rank = shape[1:], call.peers.rank
+
+        def shapes(here: Route) -> tuple[Shape, Shape]:
+            return (slices.sizes[here.send], *rest), (slices.sizes[here.recv], *rest)
+
+        self._call, self._slices, self._dtype = call, slices, header.dtype
+        self._ring = header.schedule == "ring"
+        self._lane = Lane(call, "scatter", header, shapes, device=device, check=check)
+        kept = header.dtype if self._ring else sum_dtype(header.dtype)
+        self._sum = torch.zeros(slices.sizes[self._rank], *rest, dtype=kept, device=device)
+        self._arriving: dict[int, tuple[Transfer, Tensor, Tensor]] = {}
+
+    def pieces(self) -> Iterator[Piece]:
+        """The order in which partials must be put."""
+        return walk(self._lane, self._slices)
+
+    def put(self, piece: Piece, partial: Tensor) -> None:
+        """Give one piece's partial sum, (rows of the piece, ...), contiguous; from here on it belongs to the loop."""
+        if self._ring:
+            self._put_ring(piece, partial)
+        else:
+            self._put_direct(piece, partial)
+
+    def result(self, bias: Tensor | None = None) -> Tensor:
+        """The own slice, (slices.sizes[rank], ...), summed over ranks, plus `bias` before the last rounding."""
+        if bias is not None:
+            self._sum += bias
+        return self._sum.to(self._dtype)
+
+    def _put_ring(self, piece: Piece, partial: Tensor) -> None:
+        if piece.step > 0:
+            running = self._receive(*self._arriving.pop(piece.subslice))
+            partial += running
+            self._call.release(running)
+        if piece.step < self._lane.last:
+            self._send(piece, partial)
+        else:
+            self._sum[piece.local] = partial
+
+    def _put_direct(self, piece: Piece, partial: Tensor) -> None:
+        earlier = self._arriving.pop(piece.subslice, None)
+        if piece.step < self._lane.last:
+            self._send(piece, partial)
+        own = self._sum[self._slices.local(self._rank, piece.subslice)]
+        if earlier is not None:
+            received = self._receive(*earlier)
+            own += received
+            self._call.release(received)
+        if piece.step == self._lane.last:
+            own += partial
+
+    def _send(self, piece: Piece, partial: Tensor) -> None:
+        size = self._slices.size(self._lane.routes[piece.step].recv, piece.subslice)
+        incoming = partial.new_empty(size, *partial.shape[1:])
+        transfer = self._lane.post(piece.step, piece.subslice, partial, incoming)
+        self._arriving[piece.subslice] = (transfer, incoming, partial)
+
+    def _receive(self, transfer: Transfer, received: Tensor, sent: Tensor) -> Tensor:
+        self._call.wait(transfer)
+        self._call.release(sent)
+        return received

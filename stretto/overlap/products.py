@@ -1,0 +1,56 @@
+"""The products of a linear layer, piece by piece: output, input gradient, weight gradient.
+
+All tensors are (rows, inner, features), contiguous; weights are (out_features, in_features). The hazard is rounding:
+whatever is summed over pieces or over weights is kept in float32 (float64 for float64) and rounded once.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.overlap.loops import sum_dtype
+
+__all__ = ["WeightGradient", "input_partial", "output"]
+
+
+def output(x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> Tensor:
+    """Write x (n, inner, K) times weight (F, K), plus bias (F,), into `into` (n, inner, F)."""
+    flat, target = x.flatten(0, 1), into.flatten(0, 1)
+    if bias is None:
+        torch.mm(flat, weight.t(), out=target)
+    else:
+        torch.addmm(bias, flat, weight.t(), out=target)
+    return into
+
+
+def input_partial(grads: Sequence[Tensor], weights: Sequence[Tensor], rows: slice) -> Tensor:
+    """The rows' gradient of the common input of several products, (n, inner, K), over this rank's output features."""
+    n, inner = grads[0][rows].shape[:2]
+    partials = (grad[rows].flatten(0, 1) @ weight for grad, weight in zip(grads, weights))
+    total = next(partials)
+    if len(weights) > 1:
+        total = total.to(sum_dtype(total.dtype))
+        for partial in partials:
+            total += partial
+    return total.to(grads[0].dtype).view(n, inner, weights[0].shape[1])
+
+
+class WeightGradient:
+    """The gradient of a weight (F, K), summed over pieces of rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._dtype = weight.dtype
+        self._sum = torch.zeros_like(weight, dtype=sum_dtype(weight.dtype), memory_format=torch.contiguous_format)
+
+    def add(self, grad: Tensor, x: Tensor) -> None:
+        """Add a piece: the output's gradient (n, inner, F) against the input (n, inner, K)."""
+        left, right = grad.flatten(0, 1).t(), x.flatten(0, 1)
+        if self._sum.dtype == self._dtype:
+            self._sum.addmm_(left, right)
+        else:
+            self._sum += left @ right
+
+    def result(self) -> Tensor:
+        """The sum, in the weight's dtype."""
+        return self._sum.to(self._dtype)

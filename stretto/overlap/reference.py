@@ -1,0 +1,147 @@
+"""The same operations with plain collectives: the specification, and what runs under `schedule="plain"`.
+
+Four collectives with their gradients, and every operation as a composition of one of them with `torch.nn.functional.linear`.
+Slow, plain, and hides nothing. The hazard: a plain collective sums in the dtype of the wire and in an order of its own.
+Rows come first, (rows, inner, features). Source: the conjugate pairs of Megatron-LM's sequence parallelism.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "reduce_scatter",
+    "replicate",
+    "replicate_matmul",
+]
+
+
+def _gather(x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    padded = x.new_zeros(max(sizes), *x.shape[1:])
+    padded[: len(x)] = x
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(gathered, sizes)])
+
+
+def _scatter(x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    padded = x.new_zeros(len(sizes), max(sizes), *x.shape[1:])
+    for place, part in zip(padded, x.split(list(sizes))):
+        place[: len(part)] = part
+    own = torch.empty_like(padded[0])
+    dist.reduce_scatter(own, list(padded.unbind()), group=group)
+    return own[: sizes[dist.get_rank(group)]].clone()
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _gather(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _scatter(grads[0], ctx.sizes, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return _scatter(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(grads[0], ctx.sizes, ctx.group), None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def all_gather(x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """(sizes[rank], ...) -> (sum(sizes), ...), rank by rank; the gradient is reduce-scattered."""
+    result: Tensor = _AllGather.apply(x, sizes, group)
+    return result
+
+
+def reduce_scatter(x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """(sum(sizes), ...) -> (sizes[rank], ...), summed over ranks; the gradient is gathered."""
+    result: Tensor = _ReduceScatter.apply(x, sizes, group)
+    return result
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums over ranks; the gradient, equal on all ranks, passes through."""
+    result: Tensor = _AllReduce.apply(x, group)
+    return result
+
+
+def replicate(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The identity on a tensor that is equal on all ranks; the gradient is summed over ranks."""
+    result: Tensor = _Replicate.apply(x, group)
+    return result
+
+
+def all_gather_matmul(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    biases: Sequence[Tensor | None],
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    """x (sizes[rank], inner, K), each weight (F, K) -> each (sum(sizes), inner, F)."""
+    gathered = all_gather(x, sizes, group)
+    return [F.linear(gathered, weight, bias) for weight, bias in zip(weights, biases)]
+
+
+def matmul_reduce_scatter(
+    x: Tensor, weight: Tensor, group: dist.ProcessGroup, bias: Tensor | None, sizes: Sequence[int]
+) -> Tensor:
+    """x (sum(sizes), inner, K), weight (F, K) -> (sizes[rank], inner, F); bias, replicated, is added after the sum."""
+    y = reduce_scatter(F.linear(x, weight), sizes, group)
+    return y if bias is None else y + replicate(bias, group)
+
+
+def matmul_all_reduce(x: Tensor, weight: Tensor, group: dist.ProcessGroup, bias: Tensor | None) -> Tensor:
+    """x (rows, inner, K), weight (F, K) -> (rows, inner, F), equal on all ranks; bias is added after the sum."""
+    y = all_reduce(F.linear(x, weight), group)
+    return y if bias is None else y + bias
+
+
+def replicate_matmul(
+    x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """x (rows, inner, K), equal on all ranks, each weight (F, K) -> each (rows, inner, F); x's gradient is summed."""
+    x = replicate(x, group)
+    return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]

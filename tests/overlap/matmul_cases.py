@@ -1,0 +1,165 @@
+"""What every rank does in the tests of products: the library's call, and the whole problem by one process beside it.
+
+Every rank draws the same whole problem from a seed and solves it alone with ordinary autograd; what the library gave
+this rank must be this rank's part of that solution. A case is plain data.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.overlap import all_gather_matmul, matmul_all_reduce_start, matmul_reduce_scatter, replicate_matmul
+
+TOLERANCE = 1e-12
+
+
+def same(name: str, mine: Tensor, whole: Tensor, tolerance: float = TOLERANCE) -> None:
+    assert mine.shape == whole.shape, (name, mine.shape, whole.shape)
+    error = float((mine - whole).norm())
+    bound = tolerance * float(whole.norm())
+    assert error <= bound, f"{name} is off by {error:.2e}, allowed {bound:.2e}"
+
+
+class Draw:
+    """Random float64 tensors, the same on every rank."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator, dtype=torch.float64)
+
+
+def part(whole: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    return whole.split(list(sizes), dim)[dist.get_rank()]
+
+
+def leaf(tensor: Tensor, needed: bool = True) -> Tensor:
+    return tensor.detach().clone().requires_grad_(bool(needed))
+
+
+def settings_of(case: dict[str, Any], *extra: str) -> dict[str, Any]:
+    return {name: case[name] for name in ("schedule", "num_subslices", *extra)}
+
+
+def x_shape(case: dict[str, Any], rows: int, features: int) -> list[int]:
+    shape = [*case["inner"], features]
+    shape.insert(case["dim"], rows)
+    return shape
+
+
+def column(case: dict[str, Any]) -> None:
+    """all_gather_matmul: rows[r] rows on rank r, features[w][r] output features of weight w on rank r."""
+    group, rank, dim = dist.group.WORLD, dist.get_rank(), case["dim"]
+    draw, rows = Draw(case["seed"]), case["rows"]
+    needs_x, needs_w, needs_b = case["needs"]
+    x = leaf(draw(*x_shape(case, sum(rows), case["k"])), needs_x)
+    weights = [leaf(draw(sum(sizes), case["k"]), needs_w) for sizes in case["features"]]
+    biases = [leaf(draw(sum(sizes)), needs_b) if case["bias"] else None for sizes in case["features"]]
+    ys = [F.linear(x, w, b) for w, b in zip(weights, biases)]
+    loads = [draw(*y.shape) for y in ys]
+    if x.requires_grad or needs_w or (case["bias"] and needs_b):
+        sum((y * load).sum() for y, load in zip(ys, loads)).backward()
+
+    mine = leaf(part(x, rows, dim), needs_x)
+    my_ws = [leaf(part(w, sizes, 0), needs_w) for w, sizes in zip(weights, case["features"])]
+    my_bs = [None if b is None else leaf(part(b, sizes, 0), needs_b) for b, sizes in zip(biases, case["features"])]
+    sizes = {"exchange": "exchange", "given": rows, "equal": None}[case["sizes"]]
+    options = settings_of(case, "keep_gathered")
+    outs = all_gather_matmul(mine, my_ws, group, dim=dim, biases=my_bs, sizes=sizes, **options)
+    my_loads = [part(load, sizes, -1) for load, sizes in zip(loads, case["features"])]
+    for out, y, sizes in zip(outs, ys, case["features"]):
+        same("y", out, part(y, sizes, -1))
+    if outs[0].requires_grad:
+        sum((out * load).sum() for out, load in zip(outs, my_loads)).backward()
+    if needs_x:
+        same("x.grad", mine.grad, part(x.grad, rows, dim))
+    for w, my_w, b, my_b, sizes in zip(weights, my_ws, biases, my_bs, case["features"]):
+        if needs_w:
+            same("weight.grad", my_w.grad, part(w.grad, sizes, 0))
+        if needs_b and b is not None:
+            same("bias.grad", my_b.grad, part(b.grad, sizes, 0))
+    assert rank == dist.get_rank()
+
+
+def row(case: dict[str, Any]) -> None:
+    """matmul_reduce_scatter: features[0][r] input features on rank r, rows[r] of the output's rows."""
+    group, dim = dist.group.WORLD, case["dim"]
+    draw, rows, ks = Draw(case["seed"]), case["rows"], case["features"][0]
+    needs_x, needs_w, needs_b = case["needs"]
+    x = leaf(draw(*x_shape(case, sum(rows), sum(ks))), needs_x)
+    weight = leaf(draw(case["k"], sum(ks)), needs_w)
+    bias = leaf(draw(case["k"]), needs_b) if case["bias"] else None
+    y = F.linear(x, weight, bias)
+    load = draw(*y.shape)
+    if y.requires_grad:
+        (y * load).sum().backward()
+
+    mine, my_w = leaf(part(x, ks, -1), needs_x), leaf(part(weight, ks, -1), needs_w)
+    my_b = None if bias is None else leaf(bias, needs_b)
+    sizes = None if case["sizes"] == "equal" else rows
+    out = matmul_reduce_scatter(mine, my_w, group, dim=dim, bias=my_b, sizes=sizes, **settings_of(case))
+    same("y", out, part(y, rows, dim))
+    if out.requires_grad:
+        (out * part(load, rows, dim)).sum().backward()
+    if needs_x:
+        same("x.grad", mine.grad, part(x.grad, ks, -1))
+    if needs_w:
+        same("weight.grad", my_w.grad, part(weight.grad, ks, -1))
+    if needs_b and bias is not None:
+        same("bias.grad", my_b.grad, bias.grad)
+        everyones = [torch.empty_like(my_b.grad) for _ in ks]
+        dist.all_gather(everyones, my_b.grad)
+        if case["schedule"] != "plain":
+            assert all(torch.equal(grad, my_b.grad) for grad in everyones)
+
+
+def all_reduce(case: dict[str, Any]) -> None:
+    """matmul_all_reduce: as `row`, with every row of the output on every rank."""
+    group = dist.group.WORLD
+    draw, ks = Draw(case["seed"]), case["features"][0]
+    x = leaf(draw(*x_shape(case, sum(case["rows"]), sum(ks))))
+    weight, bias = leaf(draw(case["k"], sum(ks))), leaf(draw(case["k"])) if case["bias"] else None
+    y = F.linear(x, weight, bias)
+    load = draw(*y.shape)
+    (y * load).sum().backward()
+
+    mine, my_w, my_b = leaf(part(x, ks, -1)), leaf(part(weight, ks, -1)), None if bias is None else leaf(bias)
+    pending = matmul_all_reduce_start(mine, my_w, group, bias=my_b, **settings_of(case))
+    other = matmul_all_reduce_start(mine, my_w, group, bias=my_b, **settings_of(case))
+    out = pending.wait()
+    assert pending.wait() is out
+    same("y", out, y)
+    same("the call in between", other.wait(), y)
+    (out * load).sum().backward()
+    same("x.grad", mine.grad, part(x.grad, ks, -1))
+    same("weight.grad", my_w.grad, part(weight.grad, ks, -1))
+    if bias is not None:
+        same("bias.grad", my_b.grad, bias.grad)
+
+
+def replicate(case: dict[str, Any]) -> None:
+    """replicate_matmul: as `column`, with every row of the input on every rank."""
+    group = dist.group.WORLD
+    draw, needs_w = Draw(case["seed"]), case["needs"][1]
+    x = leaf(draw(*x_shape(case, sum(case["rows"]), case["k"])))
+    weights = [leaf(draw(sum(sizes), case["k"]), needs_w) for sizes in case["features"]]
+    ys = [F.linear(x, w) for w in weights]
+    loads = [draw(*y.shape) for y in ys]
+    sum((y * load).sum() for y, load in zip(ys, loads)).backward()
+
+    mine = leaf(x)
+    my_ws = [leaf(part(w, sizes, 0), needs_w) for w, sizes in zip(weights, case["features"])]
+    outs = replicate_matmul(mine, my_ws, group, **settings_of(case))
+    for out, y, sizes in zip(outs, ys, case["features"]):
+        same("y", out, part(y, sizes, -1))
+    my_loads = [part(load, sizes, -1) for load, sizes in zip(loads, case["features"])]
+    sum((out * load).sum() for out, load in zip(outs, my_loads)).backward()
+    same("x.grad", mine.grad, x.grad)
+    for w, my_w, sizes in zip(weights, my_ws, case["features"]):
+        if needs_w:
+            same("weight.grad", my_w.grad, part(w.grad, sizes, 0))

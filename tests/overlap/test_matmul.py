@@ -1,0 +1,50 @@
+"""Every product equals the whole problem solved by one process: outputs and every gradient, float64, 1e-12."""
+
+from typing import Any
+
+from overlap import matmul_cases
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from ranks import Ranks
+
+WORLDS = [1, 2, 3, 4, 5, 8]
+several_worlds = pytest.mark.parametrize("num_ranks", WORLDS)
+few = settings(
+    deadline=None, derandomize=True, database=None, max_examples=20, phases=[Phase.explicit, Phase.generate]
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn, num_ranks: int) -> dict[str, Any]:
+    """One call: even, uneven or empty slices; 2-D, 3-D and 4-D inputs; every schedule and choice of gradients."""
+    even = draw(st.booleans())
+    size = draw(st.integers(0, 4))
+    rows = [size] * num_ranks if even else draw(st.lists(st.integers(0, 5), min_size=num_ranks, max_size=num_ranks))
+    inner = draw(st.sampled_from([(), (2,), (3, 2)]))
+    widths = st.lists(st.integers(1, 3), min_size=num_ranks, max_size=num_ranks)
+    return {
+        "rows": rows,
+        "inner": inner,
+        "dim": draw(st.integers(0, len(inner))),
+        "k": draw(st.integers(1, 4)),
+        "features": draw(st.lists(widths, min_size=1, max_size=3)),
+        "bias": draw(st.booleans()),
+        "needs": draw(st.sampled_from([(1, 1, 1), (1, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 0, 1), (0, 0, 0)])),
+        "sizes": draw(st.sampled_from(["equal", "given", "exchange"] if even else ["given", "exchange"])),
+        "schedule": draw(st.sampled_from(["direct", "ring", "direct", "ring", "plain"])),
+        "num_subslices": draw(st.sampled_from([1, 2, 4])),
+        "keep_gathered": draw(st.booleans()),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+@several_worlds
+@pytest.mark.parametrize("operation", ["column", "row", "all_reduce", "replicate"])
+def test_a_product_equals_one_process(ranks: Ranks, num_ranks: int, operation: str) -> None:
+    @few
+    @given(cases(num_ranks))
+    def check(case: dict[str, Any]) -> None:
+        ranks.run(num_ranks, getattr(matmul_cases, operation), case)
+
+    check()
