@@ -1,13 +1,15 @@
-"""Spawned gloo ranks for tests: `Ranks.run(4, function, case)` calls `function(case)` on ranks 0..3 of a fresh world.
+"""Spawned gloo ranks for tests: `Ranks.run(4, function, case)` calls `function(case)` on 4 ranks.
 
-The processes are spawned once for the whole suite (a fork would deadlock gloo; eight imports of torch are the price)
-and are shared by every world size: going from one size to another costs one rendezvous, on loopback, through a store
-that the parent holds on a free port. `function` must live in a module that a child can import; cases and results are
-plain picklable data. Every call has a deadline: when it passes, each rank tells where it stands (a second thread in
-the child answers while the first is stuck). After any error the world is made anew, and a child that died or hung is
-replaced. The hazard: a module that is slow to import is imported once in every child.
+The processes are spawned once for the whole suite (a fork would deadlock gloo; eight imports of torch are the
+price) and are shared by every world size: going from one size to another costs one rendezvous, on loopback,
+through a store that the parent holds on a free port. `function` must live in a module that a child can
+import; cases and results are plain picklable data. Every call has a deadline: when it passes, each rank tells
+where it stands (a second thread in the child answers while the first is stuck). After any error the world is
+made anew, and a child that died or hung is replaced. The hazard: a module that is slow to import is imported
+once in every child.
 """
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -40,7 +42,7 @@ class Outcome:
 
 
 class RanksError(AssertionError):
-    """Some rank failed or never answered; the text opens with the first failure and names every rank's position."""
+    """Some rank failed or never answered; the text opens with the first failure."""
 
 
 class Ranks:
@@ -68,7 +70,8 @@ class Ranks:
         if failed:
             rest = "\n".join(f"rank {o.rank}: {o.error}" for o in failed[1:])
             raise RanksError(
-                f"{num_ranks} ranks, {args}\nrank {failed[0].rank} failed first:\n{failed[0].traceback}\n{rest}"
+                f"{num_ranks} ranks, {args}\nrank {failed[0].rank} failed first:\n"
+                f"{failed[0].traceback}\n{rest}"
             )
         return [o.value for o in outcomes]
 
@@ -154,10 +157,8 @@ class _Child:
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Ship one message; a child that is already dead answers for itself in `answer`."""
-        try:
+        with contextlib.suppress(OSError):
             self.pipe.send(message)
-        except OSError:
-            pass
 
     def answer(self) -> Outcome:
         """The outcome that has arrived, or the news that the process died."""

@@ -1,14 +1,13 @@
 """Parallel layers whose communication leaves no tail: it hides behind the products on either side of it."""
 
-from stretto.overlap.faults import PeerError
-from stretto.overlap.matmul import (
+from stretto.overlap.all_reduce import (
     Pending,
-    all_gather_matmul,
     matmul_all_reduce,
     matmul_all_reduce_start,
-    matmul_reduce_scatter,
     replicate_matmul,
 )
+from stretto.overlap.faults import PeerError
+from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 
 __all__ = [
     "PeerError",

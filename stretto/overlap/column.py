@@ -1,8 +1,8 @@
 """The autograd of column-parallel products: rows arrive before the product, input gradients leave after it.
 
-`AllGatherMatmul` has its rows sharded; `ReplicateMatmul` has them whole on every rank. In both backwards the input's
-gradient leaves beside the weights' gradients. The hazard: which gradients are needed decides what is sent, so it must
-be the same on every rank. Source: the backward table of this library's schedules.
+`AllGatherMatmul` has its rows sharded; `ReplicateMatmul` has them whole on every rank. In both backwards the
+input's gradient leaves beside the weights' gradients. The hazard: which gradients are needed decides what is
+sent, so it must be the same on every rank. Source: the backward table of this library's schedules.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,9 @@ class AllGatherMatmul(torch.autograd.Function):
     """x (sizes[rank], inner, K) and weights (F, K) -> (sum(sizes), inner, F) for each weight."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, how: How, slices: Slices, num_weights: int, x: Tensor, *rest: Tensor) -> Any:
+    def forward(
+        ctx: Any, call: Call, how: How, slices: Slices, num_weights: int, x: Tensor, *rest: Tensor
+    ) -> Any:
         """Each slice is multiplied as it arrives, own first."""
         weights, biases = rest[:num_weights], rest[num_weights:]
         header = how.header(call, x.dtype, ctx.needs_input_grad[4:])
@@ -42,7 +44,7 @@ class AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Input gradients leave, and the input arrives again unless it was kept, beside two products a slice."""
+        """Input gradients leave and, unless it was kept, the input arrives, beside two products a slice."""
         x, *weights = ctx.saved_tensors
         needs_x, needs_w, needs_b = _needs(ctx.needs_input_grad[4:], len(weights))
         grads = tuple(grad.contiguous() for grad in grads)
@@ -99,7 +101,7 @@ class ReplicateMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Input gradients are scattered beside their own products, and gathered beside the weights' gradients."""
+        """Input gradients are scattered beside their products and gathered beside the weights' gradients."""
         x, *weights = ctx.saved_tensors
         needs_x, needs_w, needs_b = _needs(ctx.needs_input_grad[2:], len(weights))
         grads = tuple(grad.contiguous() for grad in grads)

@@ -1,10 +1,10 @@
 """What the ranks of a group tell each other when something disagrees or dies.
 
-Before every payload a small header says what is coming; the receiver compares it with what it expects before it posts
-the payload's receive. It must: on gloo a message longer than its receive aborts the receiving process, uncatchably,
-and a shorter one is accepted in silence. A rank that fails writes one line to the group's store by compare-and-set
-and reports the line it finds there, so that all ranks name the same first cause. The hazard is a store whose host
-died with the fault: then each rank can only tell its own side.
+Before every payload a small header says what is coming; the receiver compares it with what it expects before
+it posts the payload's receive. It must: on gloo a message longer than its receive aborts the receiving
+process, uncatchably, and a shorter one is accepted in silence. A rank that fails writes one line to the
+group's store by compare-and-set and reports the line it finds there, so that all ranks name the same first
+cause. The hazard is a store whose host died with the fault: then each rank can only tell its own side.
 """
 
 from dataclasses import dataclass, fields
@@ -45,7 +45,7 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Header:
-    """One payload's description: 20 int64 on the wire, equal field by field or the call fails on its receiver."""
+    """One payload's description, 20 int64 on the wire: as its receiver expects it, or the call fails."""
 
     operation: str
     call: int
@@ -60,6 +60,7 @@ class Header:
     schedule: str
     gradients: tuple[bool, ...]
     """Which inputs of the operation need a gradient."""
+    keep_gathered: bool = False
 
     def pack(self, device: torch.device) -> Tensor:
         """The header as an int64 tensor of shape (20,)."""
@@ -75,6 +76,7 @@ class Header:
             _SCHEDULES.index(self.schedule),
             len(self.gradients),
             bits,
+            int(self.keep_gathered),
             len(self.shape),
             *self.shape,
         ]
@@ -95,11 +97,12 @@ class Header:
                 call=w[1],
                 lane=_LANES[w[2]],
                 step=w[3],
-                shape=tuple(w[10 : 10 + w[9]]),
+                shape=tuple(w[11 : 11 + w[10]]),
                 dtype=_DTYPES[w[4]],
                 num_subslices=w[5],
                 schedule=_SCHEDULES[w[6]],
                 gradients=tuple(bool(w[8] >> i & 1) for i in range(w[7])),
+                keep_gathered=bool(w[9]),
             )
         except (IndexError, ValueError):
             raise ValueError(f"received a header that no rank of this version writes: {w}") from None
@@ -108,7 +111,8 @@ class Header:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"{self.operation}, call {self.call}, {self.lane} step {self.step}, shape {self.shape}, {dtype}, "
-            f"num_subslices={self.num_subslices}, {self.schedule}, gradients {self.gradients}"
+            f"num_subslices={self.num_subslices}, {self.schedule}, gradients {self.gradients}, "
+            f"keep_gathered={self.keep_gathered}"
         )
 
     def differences(self, other: "Header") -> list[str]:
@@ -119,7 +123,8 @@ class Header:
 def report(store: dist.Store, fault: str, call: int) -> str:
     """Enter `fault` as the group's first fault unless there is one; the entry that stands.
 
-    Where another rank refused its input in the same call, before anything was sent, its refusal is the first cause.
+    Where another rank refused its input in the same call, before anything was sent, its refusal is the first
+    cause.
     """
     try:
         refused = f"{_REFUSED}/{call}"
@@ -141,7 +146,8 @@ def refuse(store: dist.Store, refusal: str, call: int) -> None:
 def hang_up(group: dist.ProcessGroup, rank: int, world_size: int) -> None:
     """Close this rank's connections, so that its peers fail now and not at the group's timeout (gloo only).
 
-    gloo closes every pair of a context in which a wait timed out: so one receive that nobody answers is timed out.
+    gloo closes every pair of a context in which a wait timed out: so one receive that nobody answers is timed
+    out.
     """
     if world_size == 1 or dist.get_backend(group) != "gloo":
         return

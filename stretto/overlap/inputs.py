@@ -1,8 +1,8 @@
 """What an operation is given: looked over before anything is sent, and laid out rows first.
 
-Inside this room a tensor is (rows, inner, features), contiguous, and is cut by rows alone. The hazard is a fault that
-only some ranks see: it is raised there at once, and on the others by the header of the first step. Strided inputs are
-copied, never refused: the gradients that autograd hands over often are strided.
+Inside this room a tensor is (rows, inner, features), contiguous, and is cut by rows alone. The hazard is a
+fault that only some ranks see: it is raised there at once, and on the others by the header of the first step.
+Strided inputs are copied, never refused: the gradients that autograd hands over often are strided.
 """
 
 import math
@@ -34,10 +34,14 @@ class How:
     def header(self, call: Call, dtype: torch.dtype, gradients: Sequence[bool]) -> Header:
         """The part of the headers that is the same for all steps of a call."""
         n, s = self.num_subslices, self.schedule
-        return Header(call.operation, call.number, "gather", 0, (), dtype, n, s, tuple(gradients))
+        return Header(
+            call.operation, call.number, "gather", 0, (), dtype, n, s, tuple(gradients), self.keep_gathered
+        )
 
 
-def checked_how(peers: Peers, schedule: str, num_subslices: int, check: bool, keep_gathered: bool = False) -> How:
+def checked_how(
+    peers: Peers, schedule: str, num_subslices: int, check: bool, keep_gathered: bool = False
+) -> How:
     """The settings of a call, or `ValueError`."""
     if schedule not in ("plain", "ring", "direct"):
         raise ValueError(f"schedule={schedule!r} is not one of 'plain', 'ring', 'direct'")
@@ -51,7 +55,9 @@ def check_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
     if x.ndim < 2:
         raise ValueError(f"x of shape {tuple(x.shape)} must have at least 2 dimensions, rows and features")
     if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
-        raise ValueError(f"dim={dim} is not a row dimension of x, whose shape is {tuple(x.shape)}; features come last")
+        raise ValueError(
+            f"dim={dim} is not a row dimension of x, whose shape is {tuple(x.shape)}; features come last"
+        )
     if not weights:
         raise ValueError("at least one weight is needed")
     if len(biases) != len(weights):
@@ -92,7 +98,9 @@ def gathered_slices(call: Call, how: How, header: Header, x: Tensor, sizes: Size
     header = replace(header, lane="sizes", shape=tuple(x.shape))
     if isinstance(sizes, str):
         if sizes != "exchange":
-            raise ValueError(f"sizes={sizes!r} must be None (equal slices), 'exchange', or one row count a rank")
+            raise ValueError(
+                f"sizes={sizes!r} must be None (equal slices), 'exchange', or one row count a rank"
+            )
         return Slices(tuple(call.exchange_sizes(header, x.device)), how.num_subslices)
     given = tuple([x.shape[0]] * world_size) if sizes is None else sizes_from(sizes, world_size)
     if given[rank] != x.shape[0]:
@@ -104,18 +112,29 @@ def gathered_slices(call: Call, how: How, header: Header, x: Tensor, sizes: Size
     return Slices(given, how.num_subslices)
 
 
-def scattered_slices(call: Call, how: How, header: Header, shape: tuple[int, ...], sizes: Sizes, x: Tensor) -> Slices:
+def scattered_slices(
+    call: Call, how: How, header: Header, shape: tuple[int, ...], sizes: Sizes, x: Tensor
+) -> Slices:
     """How the rows of a whole tensor of `shape` are owned: as given, or as `torch.chunk` cuts them."""
     world_size = call.peers.world_size
     if isinstance(sizes, str):
-        raise ValueError(f"sizes={sizes!r}: a scatter knows all its rows; give row counts, or None for torch.chunk's")
+        raise ValueError(
+            f"sizes={sizes!r}: a scatter knows all its rows; give row counts, or None for torch.chunk's"
+        )
     given = slice_sizes(shape[0], world_size) if sizes is None else sizes
     slices = Slices(sizes_from(given, world_size), how.num_subslices)
     if slices.total != shape[0]:
-        raise ValueError(f"sizes={list(slices.sizes)} add up to {slices.total} rows, but there are {shape[0]}")
+        raise ValueError(
+            f"sizes={list(slices.sizes)} add up to {slices.total} rows, but there are {shape[0]}"
+        )
     if how.schedule == "plain" and how.check:
         header = replace(header, lane="sizes", shape=shape)
         theirs = call.exchange_sizes(header, x.device)
         if set(theirs) != {shape[0]}:
             call.fail(f"expected {shape[0]} rows on every rank, but the ranks have {theirs}")
     return slices
+
+
+def needed(*inputs: Tensor | None) -> list[bool]:
+    """Which inputs will get a gradient, as the headers say it."""
+    return [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]

@@ -1,9 +1,10 @@
-"""The two loops of every schedule: `gather` hands out slices as they arrive, `Scatter` takes partial sums as they are made.
+"""The two loops of every schedule: `gather` hands out slices as they come, `Scatter` takes partial sums.
 
-Between two sub-slices the caller does its product: that is what the transfers hide behind. Rows come first in every
-tensor here, (rows, ...), contiguous. A gather starts with the rank's own slice, a scatter ends with it. The hazard:
-both must be driven to their end on every rank, one product after the other. Source: CommFuse (arXiv 2604.24013); the
-direct scatter's fixed order of summation and the m sub-slices in flight are this library's.
+Between two sub-slices the caller does its product: that is what the transfers hide behind. Rows come first in
+every tensor here, (rows, ...), contiguous. A gather starts with the rank's own slice, a scatter ends with it.
+The hazard: both must be driven to their end on every rank, one product after the other. Source: CommFuse
+(arXiv 2604.24013); the direct scatter's fixed order of summation and the m sub-slices in flight are this
+library's.
 """
 
 from collections.abc import Iterator
@@ -55,8 +56,8 @@ def gather(
         own: this rank's slice, (slices.sizes[rank], ...), contiguous.
         slices: the rows of every rank.
         check: send headers.
-        into: (slices.total, ...), contiguous: all slices are written there. Without it a slice's buffer is released
-            after its product and, on the ring, its forwarding.
+        into: (slices.total, ...), contiguous: all slices are written there. Without it a slice's buffer is
+            released after its product and, on the ring, its forwarding.
 
     Yields:
         The place of a sub-slice and its rows, to be read until the next is asked for.
@@ -98,9 +99,9 @@ def send_everywhere(
 ) -> list[Transfer]:
     """Post a whole direct gather at once, for a caller who waits for all of it later.
 
-    `own` (slices.sizes[rank], ...) is sent to every rank, and every slice arrives in `into` (slices.total, ...). The
-    transfers outlive the call. Posted together they share the egress and arrive together: fit only where nobody
-    needs the first before the last.
+    `own` (slices.sizes[rank], ...) is sent to every rank, and every slice arrives in `into` (slices.total,
+    ...). The transfers outlive the call. Posted together they share the egress and arrive together: fit only
+    where nobody needs the first before the last.
     """
     rest = tuple(own.shape[1:])
 
@@ -119,10 +120,11 @@ def send_everywhere(
 class Scatter:
     """Sums of row slices over ranks, each slice's to its owner: others' partials first, own last.
 
-    direct: partials go straight to the owner, who adds them in the fixed order r-1, r-2, ..., r+1, own last, in
-    `sum_dtype`: one rounding at the end, bitwise the same every time. ring: running sums travel and are rounded to
-    the dtype on the wire at every hop. Buffers: two for each sub-slice in flight, one sent and one received, and the
-    sum of the own slice.
+    direct: partials go straight to the owner, who adds them in the fixed order r-1, r-2, ..., r+1, own last,
+        in
+    `sum_dtype`: one rounding at the end, bitwise the same every time. ring: running sums travel and are
+    rounded to the dtype on the wire at every hop. Buffers: two for each sub-slice in flight, one sent and one
+    received, and the sum of the own slice.
     """
 
     def __init__(
@@ -146,14 +148,14 @@ class Scatter:
         return walk(self._lane, self._slices)
 
     def put(self, piece: Piece, partial: Tensor) -> None:
-        """Give one piece's partial sum, (rows of the piece, ...), contiguous; from here on it belongs to the loop."""
+        """Give one piece's partial sum, (its rows, ...), contiguous; from here on it belongs to the loop."""
         if self._ring:
             self._put_ring(piece, partial)
         else:
             self._put_direct(piece, partial)
 
     def result(self, bias: Tensor | None = None) -> Tensor:
-        """The own slice, (slices.sizes[rank], ...), summed over ranks, plus `bias` before the last rounding."""
+        """The own slice, summed over ranks, plus `bias` before the last rounding."""
         if bias is not None:
             self._sum += bias
         return self._sum.to(self._dtype)

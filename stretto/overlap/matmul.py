@@ -1,41 +1,33 @@
 """Products with a communication on one side of them, hidden behind the product itself, forward and backward.
 
-A gather before a product (column-parallel, rows sharded) computes the own rows first; a reduce-scatter after one
-(row-parallel) the own rows last. Their backwards are each other's loops. The hazard: every rank must call the same
-operations in the same order and need the same gradients; a header before every payload says so when one does not.
-Source: CommFuse (arXiv 2604.24013) for the forwards; the backwards are this library's.
+A gather before a product (column-parallel, rows sharded) computes the own rows first; a reduce-scatter after
+one (row-parallel) the own rows last. Their backwards are each other's loops. The hazard: every rank must call
+the same operations in the same order and need the same gradients; a header before every payload says so when
+one does not. Source: CommFuse (arXiv 2604.24013) for the forwards; the backwards are this library's.
 """
 
-import math
 from collections.abc import Sequence
 from typing import overload
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stretto.overlap import reference
-from stretto.overlap.column import AllGatherMatmul, ReplicateMatmul
+from stretto.overlap.column import AllGatherMatmul
 from stretto.overlap.inputs import (
     Sizes,
     check_linear,
     checked_how,
     gathered_slices,
+    needed,
     rows_first,
     rows_last,
     scattered_slices,
 )
-from stretto.overlap.p2p import Call, Transfer, peers_of
-from stretto.overlap.row import MatmulAllReduce, MatmulReduceScatter
+from stretto.overlap.p2p import peers_of
+from stretto.overlap.row import MatmulReduceScatter
 
-__all__ = [
-    "Pending",
-    "all_gather_matmul",
-    "matmul_all_reduce",
-    "matmul_all_reduce_start",
-    "matmul_reduce_scatter",
-    "replicate_matmul",
-]
+__all__ = ["all_gather_matmul", "matmul_reduce_scatter"]
 
 
 @overload
@@ -87,19 +79,22 @@ def all_gather_matmul(
         group: every rank of it makes this call.
         dim: the dimension that is sharded by rows, any but the last.
         biases: (F,) for each weight, or None.
-        sizes: rows of every rank along `dim`. None: as many as here on each. "exchange": ask, one small message to
-            every rank. Slices may be uneven and empty.
-        schedule: "direct" sends the own slice to every rank, one a step; "ring" passes slices on; "plain" calls the
-            collective and hides nothing.
+        sizes: rows of every rank along `dim`. None: as many as here on each. "exchange": ask, one small
+            message to every rank. Slices may be uneven and empty.
+        schedule: "direct" sends the own slice to every rank, one a step; "ring" passes slices on; "plain"
+            calls the collective and hides nothing.
         num_subslices: pieces per slice; the first product starts when the first piece is there.
-        keep_gathered: keep the gathered x, (..., sum(sizes), ..., K), for the backward; else it is gathered again.
-        check: precede payloads by headers. Without them ranks that disagree hang, abort or compute wrong numbers.
+        keep_gathered: keep the gathered x, (..., sum(sizes), ..., K), for the backward; else it is gathered
+            again.
+        check: precede payloads by headers. Without them ranks that disagree hang, abort or compute wrong
+            numbers.
 
     Returns:
         (..., sum(sizes) at dim, ..., F), or a list of them; laid out rows first.
 
     Gradients:
-        x: reduce-scattered, own rows last. weights: against the gathered x, in the same loop, summed over slices in
+        x: reduce-scattered, own rows last. weights: against the gathered x, in the same loop, summed over
+            slices in
         float32 (float64 for float64). biases: over all rows, nothing sent.
 
     Raises:
@@ -107,14 +102,14 @@ def all_gather_matmul(
         PeerError: a rank disagrees, died or never came; the group is dead.
     """
     single = isinstance(weights, Tensor)
-    ws: list[Tensor] = [weights] if isinstance(weights, Tensor) else list(weights)
-    bs = [biases] if single else list(biases if biases is not None else [None] * len(ws))  # type: ignore[list-item]
+    ws = [weights] if isinstance(weights, Tensor) else list(weights)
+    bs = [biases] if isinstance(biases, Tensor) else list(biases or [None] * len(ws))
     peers = peers_of(group)
     with peers.call("all_gather_matmul") as call:
         dim = check_linear(x, ws, bs, dim)
         how = checked_how(peers, schedule, num_subslices, check, keep_gathered)
         rows = rows_first(x, dim)
-        header = how.header(call, x.dtype, _needed(x, *ws, *bs))
+        header = how.header(call, x.dtype, needed(x, *ws, *bs))
         slices = gathered_slices(call, how, header, rows, sizes)
         if schedule == "plain":
             outs = reference.all_gather_matmul(rows, ws, group, bs, slices.sizes)
@@ -145,9 +140,9 @@ def matmul_reduce_scatter(
         dim: the dimension that is sharded by rows afterwards, any but the last.
         bias: (F,), the same on every rank; added once, by the owner of a row, after the sum.
         sizes: rows that every rank is to own along `dim`. None: as `torch.chunk` and DTensor cut them.
-        schedule: "direct" sends each partial to its owner, who adds in the fixed order r-1, r-2, ..., r+1, own last,
-            in float32 (float64 for float64): bitwise repeatable. "ring" passes running sums on, rounded to x's dtype
-            at every hop. "plain" calls the collective and hides nothing.
+        schedule: "direct" sends each partial to its owner, who adds in the fixed order r-1, r-2, ..., r+1,
+            own last, in float32 (float64 for float64): bitwise repeatable. "ring" passes running sums on,
+            rounded to x's dtype at every hop. "plain" calls the collective and hides nothing.
         num_subslices: pieces per slice.
         check: as in `all_gather_matmul`.
 
@@ -155,8 +150,8 @@ def matmul_reduce_scatter(
         (..., sizes[rank] at dim, ..., F); laid out rows first.
 
     Gradients:
-        x and weight: one gather of the output's gradient feeds both products. bias: summed over the gathered rows,
-        in the order of the slices, so that it is bitwise the same on every rank.
+        x and weight: one gather of the output's gradient feeds both products. bias: summed over the gathered
+        rows, in the order of the slices, so that it is bitwise the same on every rank.
 
     Raises:
         As `all_gather_matmul`.
@@ -166,7 +161,7 @@ def matmul_reduce_scatter(
         dim = check_linear(x, [weight], [bias], dim)
         how = checked_how(peers, schedule, num_subslices, check)
         rows = rows_first(x, dim)
-        header = how.header(call, x.dtype, _needed(x, weight, bias))
+        header = how.header(call, x.dtype, needed(x, weight, bias))
         shape = (rows.shape[0], rows.shape[1], weight.shape[0])
         slices = scattered_slices(call, how, header, shape, sizes, x)
         if schedule == "plain":
@@ -174,135 +169,3 @@ def matmul_reduce_scatter(
         else:
             out = MatmulReduceScatter.apply(call, how, slices, rows, weight, bias)
     return rows_last(out, x, dim)
-
-
-def matmul_all_reduce(
-    x: Tensor,
-    weight: Tensor,
-    group: dist.ProcessGroup,
-    *,
-    bias: Tensor | None = None,
-    schedule: str = "direct",
-    num_subslices: int = 1,
-    check: bool = True,
-) -> Tensor:
-    """Multiply and sum over ranks, every rank keeping all rows: tensor parallelism without sequence sharding.
-
-    A `matmul_reduce_scatter` over the flattened rows, then a gather of the summed slices. The gather has nothing to
-    hide behind here: `matmul_all_reduce_start` leaves it in flight for the caller's next operation.
-
-    Args:
-        x: (..., K), this rank's input features, the same rows on every rank.
-        weight: (F, K), the columns of those features.
-        group: every rank of it makes this call.
-        bias: (F,), the same on every rank; added once, by the owner of a row, after the sum.
-        schedule: as in `matmul_reduce_scatter`.
-        num_subslices: pieces per slice.
-        check: as in `all_gather_matmul`.
-
-    Returns:
-        (..., F), bitwise the same on every rank.
-
-    Gradients:
-        Nothing is sent: the output's gradient is the same on every rank already.
-
-    Raises:
-        As `all_gather_matmul`.
-    """
-    return matmul_all_reduce_start(
-        x, weight, group, bias=bias, schedule=schedule, num_subslices=num_subslices, check=check
-    ).wait()
-
-
-def matmul_all_reduce_start(
-    x: Tensor,
-    weight: Tensor,
-    group: dist.ProcessGroup,
-    *,
-    bias: Tensor | None = None,
-    schedule: str = "direct",
-    num_subslices: int = 1,
-    check: bool = True,
-) -> "Pending":
-    """`matmul_all_reduce` up to its second half: the summed slices are on their way when this returns.
-
-    Whatever the caller computes before `Pending.wait` hides them. Further operations on the group may be called in
-    between. Arguments, gradients and errors as `matmul_all_reduce`.
-    """
-    peers = peers_of(group)
-    with peers.call("matmul_all_reduce") as call:
-        check_linear(x, [weight], [bias], 0)
-        how = checked_how(peers, schedule, num_subslices, check)
-        rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
-        header = how.header(call, x.dtype, _needed(x, weight, bias))
-        shape = (rows.shape[0], 1, weight.shape[0])
-        slices = scattered_slices(call, how, header, shape, None, x)
-        transfers: list[Transfer] = []
-        if schedule == "plain":
-            out = reference.matmul_all_reduce(rows, weight, group, bias)
-        else:
-            out = MatmulAllReduce.apply(call, how, slices, transfers, rows, weight, bias)
-    return Pending(call, transfers, out.view(*x.shape[:-1], weight.shape[0]))
-
-
-class Pending:
-    """A tensor whose last slices are still arriving."""
-
-    def __init__(self, call: Call, transfers: list[Transfer], out: Tensor) -> None:
-        self._call, self._transfers, self._out = call, transfers, out
-
-    def wait(self) -> Tensor:
-        """The tensor, complete. `PeerError` if a peer was lost on the way. May be called again."""
-        with self._call.peers.guard(self._call):
-            for transfer in self._transfers:
-                self._call.wait(transfer)
-        self._transfers = []
-        return self._out
-
-
-def replicate_matmul(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    *,
-    biases: Sequence[Tensor | None] | None = None,
-    schedule: str = "direct",
-    num_subslices: int = 1,
-    check: bool = True,
-) -> list[Tensor]:
-    """Multiply an `x` that every rank has whole by this rank's output features: a column layer without sequence sharding.
-
-    Args:
-        x: (..., K), the same on every rank.
-        weights: each (F, K), this rank's output features.
-        group: every rank of it makes this call.
-        biases: (F,) for each weight, or None.
-        schedule: of the backward, as in `matmul_reduce_scatter`. Nothing is sent forward.
-        num_subslices: pieces per slice.
-        check: as in `all_gather_matmul`; nothing can be checked before the backward.
-
-    Returns:
-        Each (..., F).
-
-    Gradients:
-        x: summed over ranks, bitwise the same on every rank; the sums go round while the weights' gradients are
-        computed. weights, biases: local.
-
-    Raises:
-        As `all_gather_matmul`.
-    """
-    peers = peers_of(group)
-    bs = list(biases) if biases is not None else [None] * len(weights)
-    with peers.call("replicate_matmul"):
-        check_linear(x, weights, bs, 0)
-        how = checked_how(peers, schedule, num_subslices, check)
-    rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
-    if schedule == "plain":
-        outs = reference.replicate_matmul(rows, weights, group, bs)
-    else:
-        outs = list(ReplicateMatmul.apply(how, len(weights), rows, *weights, *bs))
-    return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
-
-
-def _needed(*inputs: Tensor | None) -> list[bool]:
-    return [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]

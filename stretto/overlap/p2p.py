@@ -1,8 +1,9 @@
 """One step of sends and receives, and what a group remembers between calls.
 
-Each step's send and receive leave in one batch, in the same order on all ranks, and are described to the peer by a
-header that travels one step ahead. The hazard is a buffer: it belongs to its transfer until that was waited for.
-Source: the batch of one send and one receive a step is what kept naive loops from hanging at four and more ranks.
+Each step's send and receive leave in one batch, in the same order on all ranks, and are described to the peer
+by a header that travels one step ahead. The hazard is a buffer: it belongs to its transfer until that was
+waited for. Source: the batch of one send and one receive a step is what kept naive loops from hanging at four
+and more ranks.
 """
 
 import weakref
@@ -21,8 +22,9 @@ __all__ = ["Call", "Lane", "Peers", "Transfer", "peers_of"]
 
 Shape = tuple[int, ...]
 
+
 class Peers:
-    """What belongs to a process group and to no call: this rank, the number of calls so far, the fault that ended it."""
+    """What belongs to a process group and to no call: ranks, the number of calls, the fault that ended it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
@@ -76,8 +78,8 @@ _peers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Peers]" = weakref.WeakKeyD
 def peers_of(group: dist.ProcessGroup) -> Peers:
     """The state of a group, made at its first use and gone with it.
 
-    It is kept beside the group, not by the caller, because a count of calls and a death are facts of the group: two
-    models on one group must share them, two groups must not.
+    It is kept beside the group, not by the caller, because a count of calls and a death are facts of the
+    group: two models on one group must share them, two groups must not.
     """
     if not isinstance(group, dist.ProcessGroup):
         if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -92,10 +94,11 @@ def peers_of(group: dist.ProcessGroup) -> Peers:
 
 @dataclass
 class Transfer:
-    """Works in flight and the tensors that belong to them until they were waited for."""
+    """Works in flight, and the messages whose tensors belong to them until they were waited for."""
 
     works: list[dist.Work]
-    tensors: list[Tensor]
+    messages: list[tuple[str, Tensor, int]]
+    """("sending to" or "receiving from", tensor, peer)."""
 
 
 class Call:
@@ -112,19 +115,28 @@ class Call:
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Transfer:
         """Start one batch of (tensor, peer) messages; empty tensors are left out on both sides."""
         group = self.peers.group
-        operations = [dist.P2POp(dist.isend, t, group=group, group_peer=p) for t, p in sends if t.numel()]
-        operations += [dist.P2POp(dist.irecv, t, group=group, group_peer=p) for t, p in receives if t.numel()]
+        messages = [("sending to", tensor, peer) for tensor, peer in sends if tensor.numel()]
+        messages += [("receiving from", tensor, peer) for tensor, peer in receives if tensor.numel()]
+        batch = [
+            dist.P2POp(dist.isend if verb == "sending to" else dist.irecv, t, group=group, group_peer=peer)
+            for verb, t, peer in messages
+        ]
         self.num_posts += 1
-        works = dist.batch_isend_irecv(operations) if operations else []
-        transfer = Transfer(works, [t for t, _ in sends] + [t for t, _ in receives])
+        transfer = Transfer(dist.batch_isend_irecv(batch) if batch else [], messages)
         self._in_flight.append(transfer)
         return transfer
 
     def wait(self, transfer: Transfer) -> None:
         """Until the transfer's messages have arrived and left; a peer that is gone ends the group."""
-        for work in transfer.works:
-            work.wait()
-        self._in_flight = [t for t in self._in_flight if t is not transfer]
+        each = len(transfer.works) == len(transfer.messages)  # NCCL gives one work for the whole batch
+        for index, work in enumerate(transfer.works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                messages = transfer.messages[index : index + 1] if each else transfer.messages
+                doing = " and ".join(f"{verb} rank {peer} {tuple(t.shape)}" for verb, t, peer in messages)
+                self.fail(f"{doing}: {str(error).splitlines()[0]}", error)
+        self.leave([transfer])
 
     def release(self, buffer: Tensor) -> None:
         """The end of a buffer that this call allocated: nobody reads it after this. (The tests poison it.)"""
@@ -139,9 +151,10 @@ class Call:
             self.wait(self._in_flight[0])
 
     def fail(self, cause: str, error: BaseException | None = None) -> None:
-        """End the group: enter the fault in its store, hang up, and raise with the first fault of all ranks."""
+        """End the group: enter the fault in its store, hang up, raise with the first fault of all ranks."""
         peers = self.peers
-        mine = f"rank {peers.rank} of {peers.world_size}, {self.operation}, call {self.number}, {self.position}: {cause}"
+        place = f"rank {peers.rank} of {peers.world_size}, {self.operation}, call {self.number}"
+        mine = f"{place}, {self.position}: {cause}"
         peers.fault = report(peers.store, mine, self.number)
         peers.unfinished += self._in_flight
         hang_up(peers.group, peers.rank, peers.world_size)
@@ -170,14 +183,16 @@ class Call:
         """Fail unless a peer announced what this rank expects."""
         differences = expected.differences(received)
         if differences:
-            self.fail(f"expected from rank {peer} [{expected}], which announced [{received}]: {differences} differ")
+            self.fail(
+                f"expected from rank {peer} [{expected}], which announced [{received}]: {differences} differ"
+            )
 
 
 class Lane:
     """The steps of one loop within a call: each step's header travels one step ahead of its payload.
 
-    `shapes(route)` is the pair (sent, received) of slice shapes of a step, rows first. With `check=False` no header is
-    sent: ranks that disagree then hang, abort or compute wrong numbers.
+    `shapes(route)` is the pair (sent, received) of slice shapes of a step, rows first. With `check=False` no
+    header is sent: ranks that disagree then hang, abort or compute wrong numbers.
     """
 
     def __init__(
@@ -193,7 +208,9 @@ class Lane:
         peers = call.peers
         schedule: Schedule = "ring" if header.schedule == "ring" else "direct"
         self.call = call
-        self.routes = [route(kind, schedule, peers.rank, peers.world_size, i) for i in range(peers.world_size)]
+        self.routes = [
+            route(kind, schedule, peers.rank, peers.world_size, i) for i in range(peers.world_size)
+        ]
         self.last = peers.world_size - 1
         self._header, self._shapes = replace(header, lane=kind), shapes
         self._device, self._check = device, check
@@ -201,7 +218,7 @@ class Lane:
         self._incoming = self._announce(0)
 
     def post(self, step: int, subslice: int, outgoing: Tensor, incoming: Tensor) -> Transfer:
-        """Send and receive one sub-slice of a step; before the step's first, its header is awaited and compared."""
+        """Send and receive one sub-slice of a step; before its first, the header is awaited and compared."""
         call, here = self.call, self.routes[step]
         call.position = f"{self._header.lane} step {step}, sub-slice {subslice}"
         if self._incoming is not None and subslice == 0:

@@ -1,7 +1,8 @@
 """The products of a linear layer, piece by piece: output, input gradient, weight gradient.
 
-All tensors are (rows, inner, features), contiguous; weights are (out_features, in_features). The hazard is rounding:
-whatever is summed over pieces or over weights is kept in float32 (float64 for float64) and rounded once.
+All tensors are (rows, inner, features), contiguous; weights are (out_features, in_features). The hazard is
+rounding: whatever is summed over pieces or over weights is kept in float32 (float64 for float64) and rounded
+once.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ def output(x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> Tens
 
 
 def input_partial(grads: Sequence[Tensor], weights: Sequence[Tensor], rows: slice) -> Tensor:
-    """The rows' gradient of the common input of several products, (n, inner, K), over this rank's output features."""
+    """The rows' gradient of the common input of several products, (n, inner, K), on this rank."""
     n, inner = grads[0][rows].shape[:2]
     partials = (grad[rows].flatten(0, 1) @ weight for grad, weight in zip(grads, weights))
     total = next(partials)
@@ -41,7 +42,9 @@ class WeightGradient:
 
     def __init__(self, weight: Tensor) -> None:
         self._dtype = weight.dtype
-        self._sum = torch.zeros_like(weight, dtype=sum_dtype(weight.dtype), memory_format=torch.contiguous_format)
+        self._sum = torch.zeros_like(
+            weight, dtype=sum_dtype(weight.dtype), memory_format=torch.contiguous_format
+        )
 
     def add(self, grad: Tensor, x: Tensor) -> None:
         """Add a piece: the output's gradient (n, inner, F) against the input (n, inner, K)."""

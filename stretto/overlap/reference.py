@@ -1,8 +1,9 @@
 """The same operations with plain collectives: the specification, and what runs under `schedule="plain"`.
 
-Four collectives with their gradients, and every operation as a composition of one of them with `torch.nn.functional.linear`.
-Slow, plain, and hides nothing. The hazard: a plain collective sums in the dtype of the wire and in an order of its own.
-Rows come first, (rows, inner, features). Source: the conjugate pairs of Megatron-LM's sequence parallelism.
+Four collectives with their gradients, and every operation as a composition of one of them with
+`torch.nn.functional.linear`. Slow, plain, and hides nothing. The hazard: a plain collective sums in the dtype
+of the wire and in an order of its own. Rows come first, (rows, inner, features). Source: the conjugate pairs
+of Megatron-LM's sequence parallelism.
 """
 
 from collections.abc import Sequence
@@ -128,13 +129,13 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, group: dist.ProcessGroup, bias: Tensor | None, sizes: Sequence[int]
 ) -> Tensor:
-    """x (sum(sizes), inner, K), weight (F, K) -> (sizes[rank], inner, F); bias, replicated, is added after the sum."""
+    """x (sum(sizes), inner, K), weight (F, K) -> (sizes[rank], inner, F); bias is added after the sum."""
     y = reduce_scatter(F.linear(x, weight), sizes, group)
     return y if bias is None else y + replicate(bias, group)
 
 
 def matmul_all_reduce(x: Tensor, weight: Tensor, group: dist.ProcessGroup, bias: Tensor | None) -> Tensor:
-    """x (rows, inner, K), weight (F, K) -> (rows, inner, F), equal on all ranks; bias is added after the sum."""
+    """x (rows, inner, K), weight (F, K) -> (rows, inner, F) on all ranks; bias is added after the sum."""
     y = all_reduce(F.linear(x, weight), group)
     return y if bias is None else y + bias
 
@@ -142,6 +143,6 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, group: dist.ProcessGroup, bias:
 def replicate_matmul(
     x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """x (rows, inner, K), equal on all ranks, each weight (F, K) -> each (rows, inner, F); x's gradient is summed."""
+    """x (rows, inner, K) on all ranks, each weight (F, K) -> (rows, inner, F); x's gradient is summed."""
     x = replicate(x, group)
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]

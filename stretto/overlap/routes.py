@@ -1,9 +1,9 @@
 """The ONE place that says which slice goes to which peer, and which rows a slice has.
 
-Every step of every schedule is a permutation: each rank sends to exactly one peer and receives from exactly one.
-Deriving slices and peers in two places is how such loops hang or deliver wrong data, so every loop asks `route`. The
-hazard is sizes: `Slices` must be the same on every rank. Source: CommFuse (arXiv 2604.24013), its schedules; the
-staged direct gather is this library's.
+Every step of every schedule is a permutation: each rank sends to exactly one peer and receives from exactly
+one. Deriving slices and peers in two places is how such loops hang or deliver wrong data, so every loop asks
+`route`. The hazard is sizes: `Slices` must be the same on every rank. Source: CommFuse (arXiv 2604.24013),
+its schedules; the staged direct gather is this library's.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,9 @@ class Route:
 def route(kind: Kind, schedule: Schedule, rank: int, world_size: int, step: int) -> Route:
     """Who computes, sends and receives which slice at `step`.
 
-    Steps run from 0 to world_size - 1; the last has a product and no transfer. A gather computes the own slice first,
-    a scatter last: so the step with nothing beside it is the one that needs nothing. All indices mod world_size:
+    Steps run from 0 to world_size - 1; the last has a product and no transfer. A gather computes the own
+    slice first, a scatter last: so the step with nothing beside it is the one that needs nothing. All indices
+    mod world_size:
 
         kind     schedule  compute  send  to     recv   from
         gather   ring      r-i      r-i   r+1    r-i-1  r-1
@@ -53,7 +54,7 @@ def route(kind: Kind, schedule: Schedule, rank: int, world_size: int, step: int)
 
 
 def slice_sizes(total: int, num_slices: int) -> list[int]:
-    """How many of `total` rows each slice has: those of `torch.chunk` and of DTensor's `Shard`, empty ones last."""
+    """How many of `total` rows each slice has: as `torch.chunk` and DTensor's `Shard` cut them."""
     size = -(-total // num_slices)
     return [max(0, min(size, total - index * size)) for index in range(num_slices)]
 

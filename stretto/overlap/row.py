@@ -1,8 +1,8 @@
-"""The autograd of row-parallel products: partial sums leave after the product, output gradients arrive before theirs.
+"""The autograd of row-parallel products: partial sums leave after the product, and gradients arrive.
 
-`MatmulReduceScatter` leaves each rank its own rows; `MatmulAllReduce` gathers them again. The hazard is the bias,
-which every rank holds and only a row's owner adds: its gradient needs the rows of all ranks, summed in one order.
-Source: the backward table of this library's schedules.
+`MatmulReduceScatter` leaves each rank its own rows; `MatmulAllReduce` gathers them again. The hazard is the
+bias, which every rank holds and only a row's owner adds: its gradient needs the rows of all ranks, summed in
+one order. Source: the backward table of this library's schedules.
 """
 
 from typing import Any
@@ -21,9 +21,15 @@ __all__ = ["MatmulAllReduce", "MatmulReduceScatter"]
 
 
 def _scattered(
-    call: Call, how: How, slices: Slices, gradients: tuple[bool, ...], x: Tensor, weight: Tensor, bias: Tensor | None
+    call: Call,
+    how: How,
+    slices: Slices,
+    gradients: tuple[bool, ...],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
 ) -> Tensor:
-    """The own rows of the sum over ranks of x times weight, plus bias: others' rows are computed and sent first."""
+    """The own rows of x times weight summed over ranks, plus bias: others' rows are computed first."""
     shape = (slices.total, x.shape[1], weight.shape[0])
     scatter = Scatter(call, how.header(call, x.dtype, gradients), shape, slices, x.device, check=how.check)
     for piece in scatter.pieces():
@@ -81,12 +87,14 @@ class MatmulAllReduce(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        """Sums are scattered to the owners of rows, who then send them to everyone; `transfers` gets these works."""
+        """Sums are scattered to the owners of rows, who send them to everyone; `transfers` gets these."""
         ctx.save_for_backward(x, weight)
         needed = ctx.needs_input_grad[4:]
         own = _scattered(call, how, slices, needed, x, weight, bias)
         out = x.new_empty(slices.total, x.shape[1], weight.shape[0])
-        transfers += send_everywhere(call, how.header(call, x.dtype, needed), own, slices, out, check=how.check)
+        transfers += send_everywhere(
+            call, how.header(call, x.dtype, needed), own, slices, out, check=how.check
+        )
         return out
 
     @staticmethod

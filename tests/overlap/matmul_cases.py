@@ -1,10 +1,10 @@
-"""What every rank does in the tests of products: the library's call, and the whole problem by one process beside it.
+"""What every rank does in the tests of products: the library's call beside the whole problem by one process.
 
-Every rank draws the same whole problem from a seed and solves it alone with ordinary autograd; what the library gave
-this rank must be this rank's part of that solution. A case is plain data.
+Every rank draws the same whole problem from a seed and solves it alone with ordinary autograd; what the
+library gave this rank must be this rank's part of that solution. A case is plain data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.overlap import all_gather_matmul, matmul_all_reduce_start, matmul_reduce_scatter, replicate_matmul
+from stretto.overlap import (
+    all_gather_matmul,
+    matmul_all_reduce_start,
+    matmul_reduce_scatter,
+    replicate_matmul,
+)
 
 TOLERANCE = 1e-12
 
@@ -34,8 +39,9 @@ class Draw:
         return torch.randn(*shape, generator=self._generator, dtype=torch.float64)
 
 
-def part(whole: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-    return whole.split(list(sizes), dim)[dist.get_rank()]
+def part_of(group: dist.ProcessGroup) -> Callable[[Tensor, Sequence[int], int], Tensor]:
+    rank = dist.get_rank(group)
+    return lambda whole, sizes, dim: whole.split(list(sizes), dim)[rank]
 
 
 def leaf(tensor: Tensor, needed: bool = True) -> Tensor:
@@ -52,9 +58,10 @@ def x_shape(case: dict[str, Any], rows: int, features: int) -> list[int]:
     return shape
 
 
-def column(case: dict[str, Any]) -> None:
+def column(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """all_gather_matmul: rows[r] rows on rank r, features[w][r] output features of weight w on rank r."""
-    group, rank, dim = dist.group.WORLD, dist.get_rank(), case["dim"]
+    group, dim = group or dist.group.WORLD, case["dim"]
+    part = part_of(group)
     draw, rows = Draw(case["seed"]), case["rows"]
     needs_x, needs_w, needs_b = case["needs"]
     x = leaf(draw(*x_shape(case, sum(rows), case["k"])), needs_x)
@@ -67,7 +74,9 @@ def column(case: dict[str, Any]) -> None:
 
     mine = leaf(part(x, rows, dim), needs_x)
     my_ws = [leaf(part(w, sizes, 0), needs_w) for w, sizes in zip(weights, case["features"])]
-    my_bs = [None if b is None else leaf(part(b, sizes, 0), needs_b) for b, sizes in zip(biases, case["features"])]
+    my_bs = [
+        None if b is None else leaf(part(b, sizes, 0), needs_b) for b, sizes in zip(biases, case["features"])
+    ]
     sizes = {"exchange": "exchange", "given": rows, "equal": None}[case["sizes"]]
     options = settings_of(case, "keep_gathered")
     outs = all_gather_matmul(mine, my_ws, group, dim=dim, biases=my_bs, sizes=sizes, **options)
@@ -83,12 +92,12 @@ def column(case: dict[str, Any]) -> None:
             same("weight.grad", my_w.grad, part(w.grad, sizes, 0))
         if needs_b and b is not None:
             same("bias.grad", my_b.grad, part(b.grad, sizes, 0))
-    assert rank == dist.get_rank()
 
 
-def row(case: dict[str, Any]) -> None:
+def row(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """matmul_reduce_scatter: features[0][r] input features on rank r, rows[r] of the output's rows."""
-    group, dim = dist.group.WORLD, case["dim"]
+    group, dim = group or dist.group.WORLD, case["dim"]
+    part = part_of(group)
     draw, rows, ks = Draw(case["seed"]), case["rows"], case["features"][0]
     needs_x, needs_w, needs_b = case["needs"]
     x = leaf(draw(*x_shape(case, sum(rows), sum(ks))), needs_x)
@@ -113,14 +122,15 @@ def row(case: dict[str, Any]) -> None:
     if needs_b and bias is not None:
         same("bias.grad", my_b.grad, bias.grad)
         everyones = [torch.empty_like(my_b.grad) for _ in ks]
-        dist.all_gather(everyones, my_b.grad)
+        dist.all_gather(everyones, my_b.grad, group=group)
         if case["schedule"] != "plain":
             assert all(torch.equal(grad, my_b.grad) for grad in everyones)
 
 
-def all_reduce(case: dict[str, Any]) -> None:
+def all_reduce(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """matmul_all_reduce: as `row`, with every row of the output on every rank."""
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
+    part = part_of(group)
     draw, ks = Draw(case["seed"]), case["features"][0]
     x = leaf(draw(*x_shape(case, sum(case["rows"]), sum(ks))))
     weight, bias = leaf(draw(case["k"], sum(ks))), leaf(draw(case["k"])) if case["bias"] else None
@@ -142,9 +152,10 @@ def all_reduce(case: dict[str, Any]) -> None:
         same("bias.grad", my_b.grad, bias.grad)
 
 
-def replicate(case: dict[str, Any]) -> None:
+def replicate(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """replicate_matmul: as `column`, with every row of the input on every rank."""
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
+    part = part_of(group)
     draw, needs_w = Draw(case["seed"]), case["needs"][1]
     x = leaf(draw(*x_shape(case, sum(case["rows"]), case["k"])))
     weights = [leaf(draw(sum(sizes), case["k"]), needs_w) for sizes in case["features"]]

@@ -1,5 +1,7 @@
 """The one index function, for every group size up to 64."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,7 +41,7 @@ def test_a_gather_receives_what_it_computes_next_and_sends_only_what_it_has(sche
         for rank in range(n):
             steps = [route("gather", schedule, rank, n, step) for step in range(n)]
             has = {rank}
-            for here, following in zip(steps, steps[1:]):
+            for here, following in itertools.pairwise(steps):
                 assert here.send in has
                 assert here.recv == following.compute
                 has.add(here.recv)
@@ -49,7 +51,7 @@ def test_a_ring_scatter_adds_to_the_sum_that_it_received_and_sends_it_on():
     for n in SIZES:
         for rank in range(n):
             steps = [route("scatter", "ring", rank, n, step) for step in range(n)]
-            for here, following in zip(steps, steps[1:]):
+            for here, following in itertools.pairwise(steps):
                 assert here.send == here.compute
                 assert here.recv == following.compute
 
@@ -73,7 +75,9 @@ def test_slices_are_those_of_torch_chunk(total, n):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 5))
 def test_subslices_tile_the_rows(sizes, num_subslices):
     slices = Slices(tuple(sizes), num_subslices)
-    rows = [r for j in range(len(sizes)) for s in range(num_subslices) for r in range(10**9)[slices.rows(j, s)]]
+    rows = [
+        r for j in range(len(sizes)) for s in range(num_subslices) for r in range(10**9)[slices.rows(j, s)]
+    ]
     assert rows == list(range(slices.total))
     for j in range(len(sizes)):
         assert slices.rows(j).stop - slices.rows(j).start == sizes[j]

@@ -1,0 +1,151 @@
+"""Tensor parallelism without sequence sharding: every rank has every row, before and after.
+
+An all-reduce is a reduce-scatter, which hides behind its product, and a gather, which does not: it hides
+behind whatever the caller does next, or, in the backward of a column layer, behind the weights' gradients.
+The hazard is `Pending`: its tensor must not be read before `wait`. Source: the backward table of this
+library's schedules.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.overlap import reference
+from stretto.overlap.column import ReplicateMatmul
+from stretto.overlap.inputs import check_linear, checked_how, needed, scattered_slices
+from stretto.overlap.p2p import Call, Transfer, peers_of
+from stretto.overlap.row import MatmulAllReduce
+
+__all__ = ["Pending", "matmul_all_reduce", "matmul_all_reduce_start", "replicate_matmul"]
+
+
+def matmul_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    bias: Tensor | None = None,
+    schedule: str = "direct",
+    num_subslices: int = 1,
+    check: bool = True,
+) -> Tensor:
+    """Multiply and sum over ranks, every rank keeping all rows: tensor parallelism without sequence sharding.
+
+    A `matmul_reduce_scatter` over the flattened rows, then a gather of the summed slices. The gather has
+    nothing to hide behind here: `matmul_all_reduce_start` leaves it in flight for the caller's next
+    operation.
+
+    Args:
+        x: (..., K), this rank's input features, the same rows on every rank.
+        weight: (F, K), the columns of those features.
+        group: every rank of it makes this call.
+        bias: (F,), the same on every rank; added once, by the owner of a row, after the sum.
+        schedule: as in `matmul_reduce_scatter`.
+        num_subslices: pieces per slice.
+        check: as in `all_gather_matmul`.
+
+    Returns:
+        (..., F), bitwise the same on every rank.
+
+    Gradients:
+        Nothing is sent: the output's gradient is the same on every rank already.
+
+    Raises:
+        As `all_gather_matmul`.
+    """
+    return matmul_all_reduce_start(
+        x, weight, group, bias=bias, schedule=schedule, num_subslices=num_subslices, check=check
+    ).wait()
+
+
+def matmul_all_reduce_start(
+    x: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    bias: Tensor | None = None,
+    schedule: str = "direct",
+    num_subslices: int = 1,
+    check: bool = True,
+) -> "Pending":
+    """`matmul_all_reduce` up to its second half: the summed slices are on their way when this returns.
+
+    Whatever the caller computes before `Pending.wait` hides them. Further operations on the group may be
+    called in between. Arguments, gradients and errors as `matmul_all_reduce`.
+    """
+    peers = peers_of(group)
+    with peers.call("matmul_all_reduce") as call:
+        check_linear(x, [weight], [bias], 0)
+        how = checked_how(peers, schedule, num_subslices, check)
+        rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
+        header = how.header(call, x.dtype, needed(x, weight, bias))
+        shape = (rows.shape[0], 1, weight.shape[0])
+        slices = scattered_slices(call, how, header, shape, None, x)
+        transfers: list[Transfer] = []
+        if schedule == "plain":
+            out = reference.matmul_all_reduce(rows, weight, group, bias)
+        else:
+            out = MatmulAllReduce.apply(call, how, slices, transfers, rows, weight, bias)
+    return Pending(call, transfers, out.view(*x.shape[:-1], weight.shape[0]))
+
+
+class Pending:
+    """A tensor whose last slices are still arriving."""
+
+    def __init__(self, call: Call, transfers: list[Transfer], out: Tensor) -> None:
+        self._call, self._transfers, self._out = call, transfers, out
+
+    def wait(self) -> Tensor:
+        """The tensor, complete. `PeerError` if a peer was lost on the way. May be called again."""
+        with self._call.peers.guard(self._call):
+            for transfer in self._transfers:
+                self._call.wait(transfer)
+        self._transfers = []
+        return self._out
+
+
+def replicate_matmul(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    biases: Sequence[Tensor | None] | None = None,
+    schedule: str = "direct",
+    num_subslices: int = 1,
+    check: bool = True,
+) -> list[Tensor]:
+    """Multiply an `x` that every rank has whole: a column layer without sequence sharding.
+
+    Args:
+        x: (..., K), the same on every rank.
+        weights: each (F, K), this rank's output features.
+        group: every rank of it makes this call.
+        biases: (F,) for each weight, or None.
+        schedule: of the backward, as in `matmul_reduce_scatter`. Nothing is sent forward.
+        num_subslices: pieces per slice.
+        check: as in `all_gather_matmul`; nothing can be checked before the backward.
+
+    Returns:
+        Each (..., F).
+
+    Gradients:
+        x: summed over ranks, bitwise the same on every rank; the sums go round while the weights' gradients
+            are
+        computed. weights, biases: local.
+
+    Raises:
+        As `all_gather_matmul`.
+    """
+    peers = peers_of(group)
+    bs = list(biases) if biases is not None else [None] * len(weights)
+    with peers.call("replicate_matmul"):
+        check_linear(x, weights, bs, 0)
+        how = checked_how(peers, schedule, num_subslices, check)
+    rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
+    if schedule == "plain":
+        outs = reference.replicate_matmul(rows, weights, group, bs)
+    else:
+        outs = list(ReplicateMatmul.apply(how, len(weights), rows, *weights, *bs))
+    return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]

@@ -1,0 +1,167 @@
+"""What every rank does in the tests of faults: calls that must fail, each on a group of its own."""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicate_matmul
+from stretto.overlap.products import WeightGradient
+
+SHORT = timedelta(seconds=2)
+Ends = tuple[str, str, str]
+
+
+@contextmanager
+def own_group() -> Any:
+    group = dist.new_group(timeout=SHORT)
+    yield group
+    dist.destroy_process_group(group)
+
+
+def ends(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def square(group: dist.ProcessGroup, rows: int = 4, k: int = 3, **options: Any) -> Tensor:
+    x = torch.ones(rows, k, requires_grad=options.pop("grad", False))
+    return all_gather_matmul(x, torch.ones(2, k), group, **options)
+
+
+def disagree(how: str, bad: int) -> Ends:
+    """The error of a call on which rank `bad` disagrees, and of the call after it."""
+    with own_group() as group:
+        odd = dist.get_rank() == bad
+        calls: dict[str, Callable[[], object]] = {
+            "rows": lambda: square(group, rows=5 if odd else 4),
+            "longer": lambda: square(group, rows=900 if odd else 4),
+            "features": lambda: square(group, k=5 if odd else 3),
+            "num_subslices": lambda: square(group, num_subslices=2 if odd else 1),
+            "schedule": lambda: square(group, schedule="ring" if odd else "direct"),
+            "plain": lambda: square(group, schedule="plain" if odd else "direct"),
+            "gradients": lambda: square(group, grad=odd),
+            "keep_gathered": lambda: square(group, grad=True, keep_gathered=odd),
+            "sizes": lambda: square(group, sizes=[4] * dist.get_world_size() if odd else "exchange"),
+            "dtype": lambda: all_gather_matmul(
+                torch.ones(4, 3, dtype=torch.float64 if odd else torch.float32),
+                torch.ones(2, 3, dtype=torch.float64 if odd else torch.float32),
+                group,
+            ),
+            "operation": lambda: (
+                matmul_reduce_scatter(torch.ones(8, 3), torch.ones(2, 3), group)
+                if odd
+                else matmul_all_reduce(torch.ones(8, 3), torch.ones(2, 3), group)
+            ),
+            "total": lambda: matmul_reduce_scatter(
+                torch.ones(8 + odd, 3), torch.ones(2, 3), group, schedule="plain"
+            ),
+        }
+        kind, text = ends(calls[how])
+        return kind, text, ends(lambda: square(group))[1]
+
+
+def refuse(how: str) -> tuple[str, str, bool]:
+    """The error of a call whose input every rank can see to be wrong, and whether the group still works."""
+    with own_group() as group:
+        x, w = torch.ones(4, 3), torch.ones(2, 3)
+        calls: dict[str, Callable[[], object]] = {
+            "k": lambda: all_gather_matmul(x, torch.ones(2, 5), group),
+            "weight of 3 dimensions": lambda: matmul_reduce_scatter(x, torch.ones(2, 3, 1), group),
+            "x of 1 dimension": lambda: all_gather_matmul(torch.ones(3), w, group),
+            "feature dim": lambda: all_gather_matmul(x, w, group, dim=1),
+            "far dim": lambda: matmul_reduce_scatter(x, w, group, dim=4),
+            "dtype": lambda: all_gather_matmul(x, w.double(), group),
+            "integers": lambda: all_gather_matmul(x.long(), w.long(), group),
+            "bias": lambda: matmul_all_reduce(x, w, group, bias=torch.ones(3)),
+            "biases": lambda: replicate_matmul(x, [w, w], group, biases=[None]),
+            "no weight": lambda: all_gather_matmul(x, [], group),
+            "schedule": lambda: all_gather_matmul(x, w, group, schedule="circle"),
+            "num_subslices": lambda: all_gather_matmul(x, w, group, num_subslices=0),
+            "sizes": lambda: all_gather_matmul(x, w, group, sizes=[1] * dist.get_world_size()),
+            "too few sizes": lambda: all_gather_matmul(x, w, group, sizes=[]),
+            "sizes by name": lambda: all_gather_matmul(x, w, group, sizes="guess"),
+            "total": lambda: matmul_reduce_scatter(x, w, group, sizes=[1] * dist.get_world_size()),
+            "exchange": lambda: matmul_reduce_scatter(x, w, group, sizes="exchange"),
+            "no group": lambda: all_gather_matmul(x, w, None),
+        }
+        kind, text = ends(calls[how])
+        return (
+            kind,
+            text,
+            bool(torch.equal(square(group, grad=False), torch.full((4 * len_of(group), 2), 3.0))),
+        )
+
+
+def len_of(group: dist.ProcessGroup) -> int:
+    return dist.get_world_size(group)
+
+
+def refuse_on_one(bad: int) -> Ends:
+    with own_group() as group:
+        k = 7 if dist.get_rank() == bad else 3
+        kind, text = ends(lambda: all_gather_matmul(torch.ones(4, 3), torch.ones(2, k), group))
+        time.sleep(2.5 if kind == "ValueError" else 0)
+        return kind, text, ""
+
+
+def one_call_more(bad: int) -> Ends:
+    """Rank `bad` has one refused call behind it that the others never made."""
+    with own_group() as group:
+        if dist.get_rank() == bad:
+            ends(lambda: square(group, sizes="guess"))
+        return *ends(lambda: square(group)), ""
+
+
+def die(bad: int, in_backward: bool) -> Ends:
+    with own_group() as group:
+        x = torch.ones(4, 3, requires_grad=True)
+        y = all_gather_matmul(x, torch.ones(2, 3), group)
+        if dist.get_rank() == bad and in_backward:
+            os._exit(3)
+        if in_backward:
+            return *ends(lambda: y.sum().backward()), ""
+        if dist.get_rank() == bad:
+            os._exit(3)
+        return *ends(lambda: square(group)), ""
+
+
+def fail_between_products(bad: int) -> Ends:
+    """Rank `bad` runs into an error of its own in the middle of a call."""
+    with own_group() as group:
+        x, w = torch.ones(4, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+        y = matmul_reduce_scatter(x, w, group)
+        patched = mock.patch.object(WeightGradient, "add", side_effect=MemoryError("no room for a product"))
+        with patched if dist.get_rank() == bad else nullcontext():
+            return *ends(lambda: (y.sum().backward(), square(group))), ""
+
+
+def stranger() -> tuple[str, str]:
+    group = dist.new_group([0])
+    return ends(lambda: square(group))
+
+
+def ask_for_one_gradient(odd: int) -> None:
+    """A backward that reads one gradient here and two there: all are computed everywhere."""
+    x, w = torch.ones(4, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    y = all_gather_matmul(x, w, dist.group.WORLD)
+    (grad, *_) = torch.autograd.grad(y.sum(), [x] if dist.get_rank() == odd else [x, w])
+    assert torch.equal(grad, torch.full((4, 3), 2.0 * dist.get_world_size()))
+
+
+def unchecked() -> None:
+    square(dist.group.WORLD, check=False)
+    x, w = torch.randn(5, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    y = matmul_reduce_scatter(x, w, dist.group.WORLD, check=False, schedule="ring", num_subslices=2)
+    y.sum().backward()
+    assert torch.isfinite(x.grad).all()
