@@ -6,6 +6,13 @@ from stretto.overlap.all_reduce import (
     matmul_all_reduce_start,
     replicate_matmul,
 )
+from stretto.overlap.attention import (
+    attention_all_to_all,
+    attention_reduce_scatter,
+    matmul_all_to_all,
+    scaled_dot_product_attention,
+    split_heads,
+)
 from stretto.overlap.faults import PeerError
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 
@@ -13,8 +20,13 @@ __all__ = [
     "PeerError",
     "Pending",
     "all_gather_matmul",
+    "attention_all_to_all",
+    "attention_reduce_scatter",
     "matmul_all_reduce",
     "matmul_all_reduce_start",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "replicate_matmul",
+    "scaled_dot_product_attention",
+    "split_heads",
 ]

@@ -40,11 +40,18 @@ class How:
 
 
 def checked_how(
-    peers: Peers, schedule: str, num_subslices: int, check: bool, keep_gathered: bool = False
+    peers: Peers,
+    schedule: str,
+    num_subslices: int,
+    check: bool,
+    keep_gathered: bool = False,
+    *,
+    ring: bool = True,
 ) -> How:
-    """The settings of a call, or `ValueError`."""
-    if schedule not in ("plain", "ring", "direct"):
-        raise ValueError(f"schedule={schedule!r} is not one of 'plain', 'ring', 'direct'")
+    """The settings of a call, or `ValueError`; `ring` says whether the operation has a ring."""
+    known = ("plain", "ring", "direct") if ring else ("plain", "direct")
+    if schedule not in known:
+        raise ValueError(f"schedule={schedule!r} is not one of {', '.join(map(repr, known))}")
     if num_subslices < 1:
         raise ValueError(f"num_subslices={num_subslices} must be at least 1")
     return How(peers, schedule, num_subslices, check, keep_gathered)  # type: ignore[arg-type]
@@ -78,6 +85,21 @@ def check_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
             if tensor is not None and tensor.device != x.device:
                 raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; move one of them")
     return dim % x.ndim
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """`ValueError` for queries, keys and values that no attention can take."""
+    if not (q.ndim == k.ndim == v.ndim == 4):
+        raise ValueError("q, k and v must be (batch, rows, heads, d)")
+    if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
+        raise ValueError(f"q, k and v of shapes {shapes} must share batch, rows and d, k and v their heads")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"{k.shape[2]} key-value heads do not divide {q.shape[2]} query heads")
+    if len({(t.dtype, t.device) for t in (q, k, v)}) > 1:
+        raise ValueError(
+            f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}"
+        )
 
 
 def rows_first(x: Tensor, dim: int) -> Tensor:
@@ -135,6 +157,6 @@ def scattered_slices(
     return slices
 
 
-def needed(*inputs: Tensor | None) -> list[bool]:
+def needed(*inputs: Tensor | None) -> tuple[bool, ...]:
     """Which inputs will get a gradient, as the headers say it."""
-    return [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
+    return tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs)

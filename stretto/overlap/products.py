@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stretto.overlap.loops import sum_dtype
+from stretto.overlap.loops import Piece, sum_dtype
+from stretto.overlap.routes import Slices
 
-__all__ = ["WeightGradient", "input_partial", "output"]
+__all__ = ["BiasGradient", "WeightGradient", "input_partial", "output"]
 
 
 def output(x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> Tensor:
@@ -57,3 +58,23 @@ class WeightGradient:
     def result(self) -> Tensor:
         """The sum, in the weight's dtype."""
         return self._sum.to(self._dtype)
+
+
+class BiasGradient:
+    """The gradient of a bias (F,) that every rank holds, over all ranks' rows, bitwise the same on each.
+
+    Every rank sees the rows in its own order: the pieces' sums are kept apart and added in the slices' order.
+    """
+
+    def __init__(self, bias: Tensor, slices: Slices) -> None:
+        self._dtype = bias.dtype
+        shape = (len(slices.sizes), slices.num_subslices, *bias.shape)
+        self._sums = bias.new_zeros(shape, dtype=sum_dtype(bias.dtype))
+
+    def add(self, piece: Piece, grad: Tensor) -> None:
+        """Add a piece of the output's gradient, (n, inner, F)."""
+        self._sums[piece.owner, piece.subslice] = grad.sum((0, 1), dtype=self._sums.dtype)
+
+    def result(self) -> Tensor:
+        """The sum, in the bias's dtype."""
+        return self._sums.sum((0, 1)).to(self._dtype)

@@ -6,6 +6,7 @@ of the wire and in an order of its own. Rows come first, (rows, inner, features)
 of Megatron-LM's sequence parallelism.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +15,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.overlap.queries import Attention, slice_mask
+
 __all__ = [
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "all_to_all",
+    "attend",
+    "join_heads",
     "matmul_all_reduce",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "reduce_scatter",
     "replicate",
@@ -90,6 +97,37 @@ class _Replicate(torch.autograd.Function):
         return grad, None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, shapes: Sequence[Sequence[int]], *pieces: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.shapes = group, [piece.shape for piece in pieces]
+        return _trade(pieces, shapes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, *_trade(grads, ctx.shapes, ctx.group)
+
+
+def _trade(
+    pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    counts = [math.prod(shape) for shape in shapes]
+    received = pieces[0].new_empty(sum(counts))
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    dist.all_to_all_single(received, sent, counts, [piece.numel() for piece in pieces], group=group)
+    return tuple(part.view(*shape) for part, shape in zip(received.split(counts), shapes))
+
+
+def all_to_all(
+    pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Piece p goes to rank p; the results are the pieces from every rank, of `shapes`; gradients go back."""
+    result: tuple[Tensor, ...] = _AllToAll.apply(group, shapes, *pieces)
+    return result
+
+
 def all_gather(x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """(sizes[rank], ...) -> (sum(sizes), ...), rank by rank; the gradient is reduce-scattered."""
     result: Tensor = _AllGather.apply(x, sizes, group)
@@ -146,3 +184,43 @@ def replicate_matmul(
     """x (rows, inner, K) on all ranks, each weight (F, K) -> (rows, inner, F); x's gradient is summed."""
     x = replicate(x, group)
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+
+
+def matmul_all_to_all(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    biases: Sequence[Tensor | None],
+    features: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+) -> Tensor:
+    """x (sizes[rank], inner, K), weights (F, K) -> (sum(sizes), inner, this rank's features of all)."""
+    ys = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+    split = [y.split(list(cut), -1) for y, cut in zip(ys, features)]
+    pieces = [torch.cat(parts, -1) for parts in zip(*split)]
+    width = sum(cut[dist.get_rank(group)] for cut in features)
+    return torch.cat(all_to_all(pieces, [(size, x.shape[1], width) for size in sizes], group))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, attention: Attention, attn_mask: Tensor | None, is_causal: bool
+) -> Tensor:
+    """q (rows, batch, heads, d), k and v (rows, batch, kv_heads, d) -> (rows, batch, heads * d)."""
+    mask = slice_mask(attn_mask, is_causal, slice(0, len(q)), len(k), q.device)
+    query, key, value = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    return attention(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
+
+
+def join_heads(
+    attended: Tensor,
+    group: dist.ProcessGroup,
+    features: Sequence[int],
+    sizes: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """(sum(sizes), batch, features[rank]) -> (sizes[rank], batch, sum(features)), or projected."""
+    own, batch = sizes[dist.get_rank(group)], attended.shape[1]
+    shapes = [(own, batch, count) for count in features]
+    joined = torch.cat(all_to_all(attended.split(list(sizes)), shapes, group), -1)
+    return joined if weight is None else F.linear(joined, weight, bias)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.overlap.inputs import How
-from stretto.overlap.loops import Scatter, gather, send_everywhere, sum_dtype
+from stretto.overlap.loops import Scatter, gather, send_everywhere
 from stretto.overlap.p2p import Call, Transfer
-from stretto.overlap.products import WeightGradient, output
+from stretto.overlap.products import BiasGradient, WeightGradient, output
 from stretto.overlap.routes import Slices
 
 __all__ = ["MatmulAllReduce", "MatmulReduceScatter"]
@@ -47,19 +47,19 @@ class MatmulReduceScatter(torch.autograd.Function):
     ) -> Tensor:
         """Own rows last."""
         ctx.how, ctx.slices = how, slices
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight, bias)
         return _scattered(call, how, slices, ctx.needs_input_grad[3:], x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """One gather of the output's gradient feeds the gradients of input, weight and bias."""
-        x, weight = ctx.saved_tensors
+        x, weight, bias = ctx.saved_tensors
         how, slices = ctx.how, ctx.slices
         needs_x, needs_w, needs_b = ctx.needs_input_grad[3:]
         dx = torch.empty_like(x) if needs_x else None
         dw = WeightGradient(weight) if needs_w else None
-        sums = x.new_zeros(len(slices.sizes), how.num_subslices, weight.shape[0], dtype=sum_dtype(x.dtype))
+        db = BiasGradient(bias, slices) if needs_b else None
         with how.peers.call("matmul_reduce_scatter backward") as call:
             header = how.header(call, x.dtype, ctx.needs_input_grad[3:])
             for piece, dy in gather(call, header, grads[0].contiguous(), slices, check=how.check):
@@ -67,10 +67,9 @@ class MatmulReduceScatter(torch.autograd.Function):
                     torch.mm(dy.flatten(0, 1), weight, out=dx[piece.rows].flatten(0, 1))
                 if dw is not None:
                     dw.add(dy, x[piece.rows])
-                if needs_b:
-                    sums[piece.owner, piece.subslice] = dy.sum((0, 1), dtype=sums.dtype)
-        db = sums.sum((0, 1)).to(x.dtype) if needs_b else None
-        return None, None, None, dx, dw and dw.result(), db
+                if db is not None:
+                    db.add(piece, dy)
+        return None, None, None, dx, dw and dw.result(), db and db.result()
 
 
 class MatmulAllReduce(torch.autograd.Function):

@@ -9,7 +9,7 @@ from stretto.overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x and weight of this rank in `dtype`, and the float64 sum over ranks of the products as this rank sees them."""
+    """x and weight of this rank in `dtype`, and the float64 sum over ranks of the products."""
     draw, rank, n = Draw(3), dist.get_rank(), dist.get_world_size()
     x, weight = draw(16 * n, 24 * n).to(dtype), draw(20, 24 * n).to(dtype)
     exact = x.double() @ weight.double().t()

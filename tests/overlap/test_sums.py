@@ -1,4 +1,4 @@
-"""How sums over ranks are kept: in one fixed order, in float32, rounded once; the ring in the dtype of the wire."""
+"""How sums are kept: in one fixed order, in float32, rounded once; the ring's in the dtype of the wire."""
 
 import pytest
 import torch

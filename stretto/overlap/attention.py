@@ -1,0 +1,253 @@
+"""Attention whose communication is hidden: Ulysses (rows sharded) and query-split (heads sharded).
+
+Ulysses is `matmul_all_to_all` (project, then own heads of all rows), whatever the model does to heads in
+between (norms, rotary positions), and `attention_all_to_all` (attend, then all heads of own rows).
+Query-split attention is `attention_reduce_scatter`. Tensors are (batch, rows, ...). The hazard: head groups
+are in the order of ranks, so `split_heads` must cut the weights of one layer everywhere. Source:
+DeepSpeed-Ulysses (arXiv 2309.14509), CommFuse (arXiv 2604.24013).
+"""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.overlap import reference
+from stretto.overlap.inputs import (
+    Sizes,
+    check_heads,
+    check_linear,
+    checked_how,
+    gathered_slices,
+    needed,
+    rows_first,
+    scattered_slices,
+)
+from stretto.overlap.p2p import peers_of
+from stretto.overlap.queries import Attention, QuerySlices, scaled_dot_product_attention
+from stretto.overlap.query_split import AttentionReduceScatter
+from stretto.overlap.routes import Slices, sizes_from
+from stretto.overlap.ulysses import AttentionAllToAll, Layout, MatmulAllToAll
+
+__all__ = [
+    "attention_all_to_all",
+    "attention_reduce_scatter",
+    "matmul_all_to_all",
+    "scaled_dot_product_attention",
+    "split_heads",
+]
+
+
+def split_heads(
+    num_heads: int, world_size: int, num_kv_heads: int | None = None
+) -> tuple[list[int], list[int]]:
+    """How many query and key-value heads each rank has: as even as can be, the first have more.
+
+    A rank's query heads are those of its key-value heads. `ValueError` if there are fewer of either than
+    ranks, or if `num_kv_heads` does not divide `num_heads`.
+    """
+    kv = num_heads if num_kv_heads is None else num_kv_heads
+    if kv < world_size:
+        which = "num_heads" if num_kv_heads is None else "num_kv_heads"
+        raise ValueError(f"{which}={kv} cannot be split over {world_size} ranks; use at most {kv} ranks")
+    if num_heads % kv:
+        raise ValueError(f"num_kv_heads={kv} does not divide num_heads={num_heads}")
+    kv_heads = [kv // world_size + (rank < kv % world_size) for rank in range(world_size)]
+    return [num_heads // kv * heads for heads in kv_heads], kv_heads
+
+
+def matmul_all_to_all(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    features: Sequence[Sequence[int]],
+    biases: Sequence[Tensor | None] | None = None,
+    sizes: Sizes = None,
+    schedule: str = "direct",
+    num_subslices: int = 1,
+    check: bool = True,
+) -> list[Tensor]:
+    """Project own rows to all features and trade: own features of all rows. The first half of Ulysses.
+
+    Args:
+        x: (batch, rows of this rank, K).
+        weights: each (F, K), whole and the same on every rank; q, k and v share one message a rank.
+        group: every rank of it makes this call.
+        features: for each weight, how many of its F features every rank gets, in the order of ranks.
+        biases: each (F,), or None.
+        sizes: rows of every rank, as in `all_gather_matmul`.
+        schedule: "direct", or "plain" for the collective.
+        num_subslices: pieces a rank's rows are cut in.
+        check: as in `all_gather_matmul`.
+
+    Returns:
+        For each weight (batch, sum(sizes), features[weight][rank]); laid out rows first.
+
+    Gradients:
+        x: whole; head groups' parts are added as they arrive, own first. weights and biases: the part of this
+            rank's
+        rows; sum them over the group, as for any weight that every rank holds.
+
+    Raises:
+        As `all_gather_matmul`.
+    """
+    peers = peers_of(group)
+    bs = list(biases) if biases is not None else [None] * len(weights)
+    with peers.call("matmul_all_to_all") as call:
+        check_linear(x, weights, bs, 1)
+        how = checked_how(peers, schedule, num_subslices, check, ring=False)
+        if len(features) != len(weights):
+            raise ValueError(f"{len(features)} splits of features for {len(weights)} weights")
+        cuts = tuple(Slices(sizes_from(f, peers.world_size)) for f in features)
+        for cut, weight in zip(cuts, weights):
+            if cut.total != len(weight):
+                raise ValueError(
+                    f"features={cut.sizes} add up to {cut.total}, but the weight has {len(weight)}"
+                )
+        rows = rows_first(x, 1)
+        header = how.header(call, x.dtype, needed(x, *weights, *bs))
+        layout = Layout(gathered_slices(call, how, header, rows, sizes), cuts)
+        if schedule == "plain":
+            out = reference.matmul_all_to_all(
+                rows, weights, group, bs, [cut.sizes for cut in cuts], layout.rows.sizes
+            )
+        else:
+            out = MatmulAllToAll.apply(call, how, layout, rows, len(weights), *weights, *bs)
+    parts = out.split([cut.sizes[peers.rank] for cut in cuts], -1)
+    return [part.transpose(0, 1) for part in parts]
+
+
+def attention_all_to_all(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    heads: Sequence[int] | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    attention: Attention = scaled_dot_product_attention,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    sizes: Sizes = None,
+    schedule: str = "direct",
+    num_subslices: int = 1,
+    check: bool = True,
+) -> Tensor:
+    """Attend with own heads for all rows and trade: all heads of own rows. The second half of Ulysses.
+
+    Others' queries are attended and sent first, own last; with `weight` each head group is multiplied as it
+    arrives. The order is that of ranks from the own rank's next on: under a causal mask the cheap slices of
+    the wrap-around then never stand alone in front of the first message.
+
+    Args:
+        q: (batch, all rows, own heads, d).
+        k: (batch, all rows, own key-value heads, d).
+        v: (batch, all rows, own key-value heads, d of values).
+        group: every rank of it makes this call.
+        heads: query heads of every rank; None: as many as here on each.
+        weight: (F, all heads * d of values), the output projection, whole and the same on every rank; or
+            None.
+        bias: (F,), the same on every rank; only with `weight`.
+        attention: called with query (batch, heads, n, d), key, value (batch, kv_heads, num_keys, d) and a
+            mask or None; returns (batch, heads, n, d of values).
+        attn_mask: (..., rows or 1, rows), bool or added, broadcast over batch and own heads.
+        is_causal: queries see keys up to their own row; later keys are not even read.
+        sizes: rows that every rank owns; None: as `torch.chunk` cuts them.
+        schedule: "direct", or "plain" for the collective.
+        num_subslices: pieces a rank's queries are cut in.
+        check: as in `all_gather_matmul`.
+
+    Returns:
+        (batch, sizes[rank], all heads * d of values), or (batch, sizes[rank], F); laid out rows first.
+
+    Gradients:
+        q, k and v: slice by slice of queries as their gradients arrive, own first; k's and v's summed over
+        slices in float32 (float64 for float64). weight and bias: the part of this rank's rows.
+
+    Raises:
+        As `all_gather_matmul`.
+    """
+    peers = peers_of(group)
+    with peers.call("attention_all_to_all") as call:
+        check_heads(q, k, v)
+        if bias is not None and weight is None:
+            raise ValueError("a bias without a weight has nothing to be added to; give both or neither")
+        how = checked_how(peers, schedule, num_subslices, check, ring=False)
+        counts = sizes_from([q.shape[2]] * peers.world_size if heads is None else heads, peers.world_size)
+        if counts[peers.rank] != q.shape[2]:
+            raise ValueError(f"heads[{peers.rank}]={counts[peers.rank]} but q has {q.shape[2]} heads")
+        groups = Slices(tuple(count * v.shape[3] for count in counts))
+        if weight is not None:
+            check_linear(q.new_empty(1, groups.total), [weight], [bias], 0)
+        q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
+        header = how.header(call, q.dtype, needed(q, k, v, weight, bias))
+        rows = scattered_slices(call, how, header, (len(q), q.shape[1]), sizes, q)
+        if schedule == "plain":
+            attended = reference.attend(q, k, v, attention, attn_mask, is_causal)
+            out = reference.join_heads(attended, group, groups.sizes, rows.sizes, weight, bias)
+        else:
+            queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
+            out = AttentionAllToAll.apply(call, how, Layout(rows, (groups,)), queries, q, k, v, weight, bias)
+    return out.transpose(0, 1)
+
+
+def attention_reduce_scatter(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    bias: Tensor | None = None,
+    attention: Attention = scaled_dot_product_attention,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    sizes: Sizes = None,
+    schedule: str = "direct",
+    num_subslices: int = 1,
+    check: bool = True,
+) -> Tensor:
+    """Attend with own heads, project, and sum over ranks, each keeping its own rows: query-split attention.
+
+    Args:
+        q: (batch, all rows, own heads, d).
+        k: (batch, all rows, own key-value heads, d).
+        v: (batch, all rows, own key-value heads, d of values).
+        weight: (F, own heads * d of values), the columns of the own heads.
+        group: every rank of it makes this call.
+        bias: (F,), the same on every rank; added once, by the owner of a row, after the sum.
+        attention: as in `attention_all_to_all`, and so `attn_mask` and `is_causal`.
+        attn_mask: see `attention`.
+        is_causal: see `attention`.
+        sizes: rows that every rank is to own; None: as `torch.chunk` cuts them.
+        schedule: "direct", "ring" or "plain", as in `matmul_reduce_scatter`.
+        num_subslices: pieces a rank's queries are cut in.
+        check: as in `all_gather_matmul`.
+
+    Returns:
+        (batch, sizes[rank], F); laid out rows first.
+
+    Gradients:
+        One gather of the output's gradient feeds them all. q, k, v, weight: of the own heads. bias: over the
+        rows of all ranks, bitwise the same on every rank.
+
+    Raises:
+        As `all_gather_matmul`.
+    """
+    peers = peers_of(group)
+    with peers.call("attention_reduce_scatter") as call:
+        check_heads(q, k, v)
+        check_linear(q.new_empty(1, q.shape[2] * v.shape[3]), [weight], [bias], 0)
+        how = checked_how(peers, schedule, num_subslices, check)
+        q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
+        header = how.header(call, q.dtype, needed(q, k, v, weight, bias))
+        slices = scattered_slices(call, how, header, (len(q), q.shape[1], len(weight)), sizes, q)
+        if schedule == "plain":
+            attended = reference.attend(q, k, v, attention, attn_mask, is_causal)
+            out = reference.matmul_reduce_scatter(attended, weight, group, bias, slices.sizes)
+        else:
+            queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
+            out = AttentionReduceScatter.apply(call, how, slices, queries, q, k, v, weight, bias)
+    return out.transpose(0, 1)

@@ -1,0 +1,93 @@
+"""All-to-alls in steps: a piece for every peer, made just before it leaves, and a piece from every peer.
+
+`own_last` makes others' pieces first, for a product that comes before its communication; `own_first` hands
+out the own piece first, for one that comes after. Both go the direct routes, one peer a step. The hazard:
+`make` decides what hides the transfers, so it must do its work when it is called and not before. Source:
+CommFuse (arXiv 2604.24013) for Ulysses; the loops are this library's.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from stretto.overlap.faults import Header
+from stretto.overlap.p2p import Call, Lane, Shape, Transfer
+from stretto.overlap.routes import Route
+
+__all__ = ["Trade", "own_first", "own_last"]
+
+Made = Callable[[int, int], Tensor]
+
+
+class Trade:
+    """What a rank gives to and gets from every peer; itself is a peer that needs no message."""
+
+    def __init__(
+        self,
+        *,
+        make: Made,
+        room: Made,
+        sent: Callable[[int], Shape],
+        received: Callable[[int], Shape],
+        num_subslices: int,
+        device: torch.device,
+    ) -> None:
+        """Say what is traded.
+
+        `make(peer, subslice)` computes the contiguous piece for a peer, `room(peer, subslice)` is the
+        contiguous place for the piece from it; `sent` and `received` are the shapes of all sub-slices
+        together, rows first.
+        """
+        self.make, self.room = make, room
+        self.num_subslices = num_subslices
+        self._sent, self._received, self._device = sent, received, device
+
+    def lane(self, call: Call, kind: str, header: Header, check: bool) -> Lane:
+        """The steps of this trade in the order of a gather (own first) or a scatter (own last)."""
+
+        def shapes(here: Route) -> tuple[Shape, Shape]:
+            return self._sent(here.send_to), self._received(here.recv_from)
+
+        assert header.schedule == "direct", header.schedule
+        if kind == "gather":
+            return Lane(call, "gather", header, shapes, device=self._device, check=check)
+        return Lane(call, "scatter", header, shapes, device=self._device, check=check)
+
+
+def own_first(call: Call, header: Header, trade: Trade, *, check: bool) -> Iterator[tuple[int, int, Tensor]]:
+    """Yields (peer, sub-slice, piece), own first, then rank-1, rank-2, ...; pieces leave a step ahead."""
+    lane = trade.lane(call, "gather", header, check)
+    arriving: dict[int, tuple[Transfer, Tensor]] = {}
+    for step, here in enumerate(lane.routes):
+        for s in range(trade.num_subslices):
+            arrived = None
+            if step > 0:
+                transfer, arrived = arriving.pop(s)
+                call.wait(transfer)
+            if step < lane.last:
+                room = trade.room(here.recv_from, s)
+                arriving[s] = (lane.post(step, s, trade.make(here.send_to, s), room), room)
+            yield here.compute, s, trade.make(here.compute, s) if arrived is None else arrived
+
+
+def own_last(call: Call, header: Header, trade: Trade, *, check: bool) -> Iterator[tuple[int, int, Tensor]]:
+    """Make and send others' pieces, then yield (peer, sub-slice, piece): own first, rank-1, rank-2, ..."""
+    lane = trade.lane(call, "scatter", header, check)
+    waiting: list[Transfer] = []
+    rooms: list[tuple[int, int, Tensor]] = []
+    for step, here in enumerate(lane.routes[:-1]):
+        for s in range(trade.num_subslices):
+            piece, room = trade.make(here.send_to, s), trade.room(here.recv_from, s)
+            waiting.append(lane.post(step, s, piece, room))
+            rooms.append((here.recv_from, s, room))
+            if len(waiting) > trade.num_subslices:
+                call.wait(waiting.pop(0))
+    rank = call.peers.rank
+    for s in range(trade.num_subslices):
+        yield rank, s, trade.make(rank, s)
+    unwaited = len(rooms) - len(waiting)
+    for index, (peer, s, room) in enumerate(rooms):
+        if index >= unwaited:
+            call.wait(waiting.pop(0))
+        yield peer, s, room

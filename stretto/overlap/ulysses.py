@@ -1,0 +1,197 @@
+"""The autograd of sequence-parallel attention: rows sharded outside, heads sharded inside.
+
+`MatmulAllToAll` projects the features that each rank's heads need and sends them; `AttentionAllToAll` attends
+for the queries that each rank owns and sends their outputs, multiplied on arrival by the output projection if
+it is given. The hazard: the weights are whole on every rank, so their gradients here are this rank's rows'
+part of the sum. Source: DeepSpeed-Ulysses (arXiv 2309.14509); hidden as in CommFuse (arXiv 2604.24013).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stretto.overlap.exchange import Trade, own_first, own_last
+from stretto.overlap.inputs import How
+from stretto.overlap.loops import sum_dtype
+from stretto.overlap.p2p import Call
+from stretto.overlap.products import output
+from stretto.overlap.queries import QuerySlices
+from stretto.overlap.routes import Slices
+
+__all__ = ["AttentionAllToAll", "Layout", "MatmulAllToAll"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rows and which features of every rank."""
+
+    rows: Slices
+    features: tuple[Slices, ...]
+    """For each weight, the features of every rank."""
+
+    def width(self, rank: int) -> int:
+        """Features of a rank, over all weights."""
+        return sum(f.sizes[rank] for f in self.features)
+
+    def parts(self, rank: int) -> list[tuple[slice, slice]]:
+        """For each weight, the rank's features in the weight and their columns in its message."""
+        start, found = 0, []
+        for f in self.features:
+            found.append((f.rows(rank), slice(start, start + f.sizes[rank])))
+            start += f.sizes[rank]
+        return found
+
+
+class MatmulAllToAll(torch.autograd.Function):
+    """x (sizes[rank], inner, K), weights (F, K) -> (sum(sizes), inner, sum of this rank's features)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, how: How, layout: Layout, x: Tensor, num_weights: int, *rest: Tensor
+    ) -> Tensor:
+        """Others' head groups are computed and sent first, the own last."""
+        weights, biases = rest[:num_weights], rest[num_weights:]
+        rank, rows, inner = call.peers.rank, layout.rows, x.shape[1]
+
+        def make(peer: int, s: int) -> Tensor:
+            mine = x[rows.local(rank, s)]
+            made = x.new_empty(len(mine), inner, layout.width(peer))
+            for (features, columns), weight, bias in zip(layout.parts(peer), weights, biases):
+                output(mine, weight[features], None if bias is None else bias[features], made[..., columns])
+            return made
+
+        out = x.new_empty(rows.total, inner, layout.width(rank))
+        trade = Trade(
+            make=make,
+            room=lambda peer, s: out[rows.rows(peer, s)],
+            sent=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
+            received=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
+            num_subslices=rows.num_subslices,
+            device=x.device,
+        )
+        header = how.header(call, x.dtype, (ctx.needs_input_grad[3], *ctx.needs_input_grad[5:]))
+        for peer, s, piece in own_last(call, header, trade, check=how.check):
+            if peer == rank:
+                out[rows.rows(rank, s)] = piece
+        ctx.how, ctx.layout = how, layout
+        ctx.save_for_backward(x, *weights)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Gradients of others' rows leave; each head group of the own rows is used as it comes, own first."""
+        x, *weights = ctx.saved_tensors
+        how, layout, grad = ctx.how, ctx.layout, grads[0].contiguous()
+        needs_x, needs_rest = ctx.needs_input_grad[3], ctx.needs_input_grad[5:]
+        rank, rows, inner = how.peers.rank, layout.rows, x.shape[1]
+        kept = sum_dtype(x.dtype)
+        dx = torch.zeros_like(x, dtype=kept) if needs_x else None
+        dws = [torch.zeros_like(w, dtype=kept) if n else None for w, n in zip(weights, needs_rest)]
+        dbs = [
+            w.new_zeros(len(w), dtype=kept) if n else None
+            for w, n in zip(weights, needs_rest[len(weights) :])
+        ]
+        trade = Trade(
+            make=lambda peer, s: grad[rows.rows(peer, s)],
+            room=lambda peer, s: x.new_empty(rows.size(rank, s), inner, layout.width(peer)),
+            sent=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
+            received=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
+            num_subslices=rows.num_subslices,
+            device=x.device,
+        )
+        with how.peers.call("matmul_all_to_all backward") as call:
+            header = how.header(call, x.dtype, (needs_x, *needs_rest))
+            for peer, s, piece in own_first(call, header, trade, check=how.check):
+                mine = x[rows.local(rank, s)].flatten(0, 1)
+                for (features, columns), weight, dw, db in zip(layout.parts(peer), weights, dws, dbs):
+                    part = piece[..., columns].flatten(0, 1)
+                    if dx is not None:
+                        dx[rows.local(rank, s)] += (part @ weight[features]).view(len(piece), *x.shape[1:])
+                    if dw is not None:
+                        dw[features] += part.t() @ mine
+                    if db is not None:
+                        db[features] += part.sum(0, dtype=kept)
+        found = (None if g is None else g.to(x.dtype) for g in (*dws, *dbs))
+        return None, None, None, None if dx is None else dx.to(x.dtype), None, *found
+
+
+class AttentionAllToAll(torch.autograd.Function):
+    """q, k, v (sum(sizes), batch, own heads, d) -> (sizes[rank], batch, all heads' features or F)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        how: How,
+        layout: Layout,
+        queries: QuerySlices,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Others' queries are computed and sent first, own last; head groups are joined as they come."""
+        rank, rows, (heads,) = call.peers.rank, layout.rows, layout.features
+        batch, own = q.shape[1], rows.sizes[call.peers.rank]
+        trade = Trade(
+            make=lambda peer, s: queries.output(rows.rows(peer, s)),
+            room=lambda peer, s: q.new_empty(rows.size(rank, s), batch, heads.sizes[peer]),
+            sent=lambda peer: (rows.sizes[peer], batch, heads.sizes[rank]),
+            received=lambda peer: (own, batch, heads.sizes[peer]),
+            num_subslices=rows.num_subslices,
+            device=q.device,
+        )
+        header = how.header(call, q.dtype, ctx.needs_input_grad[4:])
+        joined = q.new_empty(own, batch, heads.total)
+        y = None
+        if weight is not None:
+            y = q.new_zeros(own, batch, len(weight), dtype=sum_dtype(q.dtype))
+        for peer, s, piece in own_last(call, header, trade, check=how.check):
+            place, columns = rows.local(rank, s), heads.rows(peer)
+            joined[place, :, columns] = piece
+            if weight is not None and y is not None:
+                y[place] += (piece.flatten(0, 1) @ weight[:, columns].t()).view(*piece.shape[:2], len(weight))
+        if y is not None and bias is not None:
+            y += bias
+        ctx.how, ctx.layout, ctx.queries = how, layout, queries
+        ctx.save_for_backward(joined if weight is not None else None, weight)
+        return joined if y is None else y.to(q.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Gradients of others' head groups leave; each slice of queries goes back as it comes, own first."""
+        joined, weight = ctx.saved_tensors
+        how, layout, queries = ctx.how, ctx.layout, ctx.queries
+        grad = grads[0].contiguous()
+        rank, rows, (heads,), batch = how.peers.rank, layout.rows, layout.features, grad.shape[1]
+
+        def make(peer: int, s: int) -> Tensor:
+            mine, columns = grad[rows.local(rank, s)], heads.rows(peer)
+            if weight is None:
+                return mine[..., columns].contiguous()
+            return (mine.flatten(0, 1) @ weight[:, columns]).view(*mine.shape[:2], heads.sizes[peer])
+
+        trade = Trade(
+            make=make,
+            room=lambda peer, s: grad.new_empty(rows.size(peer, s), batch, heads.sizes[rank]),
+            sent=lambda peer: (rows.sizes[rank], batch, heads.sizes[peer]),
+            received=lambda peer: (rows.sizes[peer], batch, heads.sizes[rank]),
+            num_subslices=rows.num_subslices,
+            device=grad.device,
+        )
+        dw = db = None
+        with how.peers.call("attention_all_to_all backward") as call:
+            header = how.header(call, grad.dtype, ctx.needs_input_grad[4:])
+            for peer, s, piece in own_first(call, header, trade, check=how.check):
+                if peer == rank and s == 0 and ctx.needs_input_grad[7]:
+                    dw = grad.flatten(0, 1).t() @ joined.flatten(0, 1)
+                queries.backward(rows.rows(peer, s), piece)
+        if ctx.needs_input_grad[8]:
+            db = grad.sum((0, 1))
+        return None, None, None, None, *queries.gradients(), dw, db

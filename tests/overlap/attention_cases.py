@@ -1,0 +1,158 @@
+"""What every rank does in the tests of attention: the library's layers beside the whole by one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap.matmul_cases import Draw, leaf, part_of, same
+from stretto.overlap import (
+    PeerError,
+    attention_all_to_all,
+    attention_reduce_scatter,
+    matmul_all_to_all,
+    split_heads,
+)
+
+D = 2
+
+
+def softmax_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """An attention written out by hand, to be passed in place of torch's."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    if attn_mask is not None:
+        scores = (
+            scores.masked_fill(~attn_mask, float("-inf"))
+            if attn_mask.dtype == torch.bool
+            else scores + attn_mask
+        )
+    return scores.softmax(-1) @ value
+
+
+class Layer:
+    """The whole problem: x, the four weights, the layer's output and every gradient, in one process."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        draw, self.batch, self.rows = Draw(case["seed"]), case["batch"], sum(case["rows"])
+        self.heads, self.kv_heads = case["heads"], case["kv_heads"]
+        width = 3
+        self.x = leaf(draw(self.batch, self.rows, width))
+        self.weights = [leaf(draw(h * D, width)) for h in (self.heads, self.kv_heads, self.kv_heads)]
+        self.biases = [leaf(draw(len(w))) for w in self.weights]
+        self.out_weight, self.out_bias = leaf(draw(4, self.heads * D)), leaf(draw(4))
+        self.mask = self._mask(case, draw)
+        self.causal = case["causal"]
+        fused = case["fused"]
+        q, k, v = (F.linear(self.x, w, b).unflatten(-1, (-1, D)) for w, b in zip(self.weights, self.biases))
+        mask = self.mask
+        if self.causal:
+            visible = torch.ones(self.rows, self.rows, dtype=torch.bool).tril()
+            if mask is None:
+                mask = visible
+            else:
+                mask = (
+                    mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
+                )
+        attended = softmax_attention(*(t.transpose(1, 2) for t in (q, k, v)), mask)
+        joined = attended.transpose(1, 2).flatten(2)
+        self.y = F.linear(joined, self.out_weight, self.out_bias) if fused else joined
+        self.load = draw(*self.y.shape)
+        (self.y * self.load).sum().backward()
+
+    def _mask(self, case: dict[str, Any], draw: Draw) -> Tensor | None:
+        if case["mask"] == "added":
+            return draw(self.rows, self.rows)
+        if case["mask"] == "bool":
+            allowed = draw(1, 1, self.rows, self.rows) > 0
+            return allowed | torch.eye(self.rows, dtype=torch.bool)
+        if case["mask"] == "keys":
+            allowed = draw(1, self.rows) > 0
+            allowed[:, 0] = True
+            return allowed
+        return None
+
+
+def summed(grad: Tensor) -> Tensor:
+    total = grad.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def together(grads: list[Tensor]) -> Tensor:
+    """One vector: the gradient of a key's bias alone is zero, and has no relative error."""
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def options_of(case: dict[str, Any], layer: Layer) -> dict[str, Any]:
+    options = {name: case[name] for name in ("schedule", "num_subslices")}
+    if case["by_hand"]:
+        options["attention"] = softmax_attention
+    return {**options, "attn_mask": layer.mask, "is_causal": layer.causal}
+
+
+def ulysses(case: dict[str, Any]) -> None:
+    group, layer = dist.group.WORLD, Layer(case)
+    part, rank, n = part_of(group), dist.get_rank(), dist.get_world_size()
+    heads, kv_heads = split_heads(layer.heads, n, layer.kv_heads)
+    features = [[h * D for h in heads]] + [[h * D for h in kv_heads]] * 2
+    x, weights, biases = (
+        leaf(part(layer.x, case["rows"], 1)),
+        [leaf(w) for w in layer.weights],
+        [leaf(b) for b in layer.biases],
+    )
+    out_weight, out_bias = leaf(layer.out_weight), leaf(layer.out_bias)
+    options = options_of(case, layer)
+    first = {name: options[name] for name in ("schedule", "num_subslices")}
+    qkv = matmul_all_to_all(x, weights, group, features=features, biases=biases, sizes=case["rows"], **first)
+    q, k, v = (t.unflatten(-1, (-1, D)) for t in qkv)
+    assert q.shape == (layer.batch, layer.rows, heads[rank], D)
+    fused = {"weight": out_weight, "bias": out_bias} if case["fused"] else {}
+    y = attention_all_to_all(q, k, v, group, heads=heads, sizes=case["rows"], **fused, **options)
+    same("y", y, part(layer.y, case["rows"], 1))
+    (y * part(layer.load, case["rows"], 1)).sum().backward()
+    same("x.grad", x.grad, part(layer.x.grad, case["rows"], 1))
+    whole = [t.grad for t in (*layer.weights, *layer.biases)]
+    same("projections", together([summed(t.grad) for t in (*weights, *biases)]), together(whole))
+    if case["fused"]:
+        same("out weight", summed(out_weight.grad), layer.out_weight.grad)
+        same("out bias", summed(out_bias.grad), layer.out_bias.grad)
+
+
+def query_split(case: dict[str, Any]) -> None:
+    group, layer = dist.group.WORLD, Layer({**case, "fused": True})
+    part, n = part_of(group), dist.get_world_size()
+    heads, kv_heads = split_heads(layer.heads, n, layer.kv_heads)
+    cuts = [[h * D for h in heads]] + [[h * D for h in kv_heads]] * 2
+    x = leaf(layer.x)
+    weights = [leaf(part(w, cut, 0)) for w, cut in zip(layer.weights, cuts)]
+    biases = [leaf(part(b, cut, 0)) for b, cut in zip(layer.biases, cuts)]
+    out_weight, out_bias = leaf(part(layer.out_weight, cuts[0], 1)), leaf(layer.out_bias)
+    q, k, v = (F.linear(x, w, b).unflatten(-1, (-1, D)) for w, b in zip(weights, biases))
+    y = attention_reduce_scatter(
+        q, k, v, out_weight, group, bias=out_bias, sizes=case["rows"], **options_of(case, layer)
+    )
+    same("y", y, part(layer.y, case["rows"], 1))
+    (y * part(layer.load, case["rows"], 1)).sum().backward()
+    same("x.grad", summed(x.grad), layer.x.grad)
+    same("out weight", out_weight.grad, part(layer.out_weight.grad, cuts[0], 1))
+    same("out bias", out_bias.grad, layer.out_bias.grad)
+    whole = [part(t.grad, cut, 0) for t, cut in zip([*layer.weights, *layer.biases], [*cuts, *cuts])]
+    same("projections", together([t.grad for t in (*weights, *biases)]), together(whole))
+
+
+def frozen_weights() -> None:
+    """LoRA-like: only x needs a gradient, and a second backward is refused."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    x = torch.randn(1, 2, 3, requires_grad=True)
+    (q,) = matmul_all_to_all(x, [torch.randn(2 * n, 3)], group, features=[[2] * n])
+    heads = q.unflatten(-1, (1, 2))
+    y = attention_all_to_all(heads, heads, heads, group)
+    y.sum().backward(retain_graph=True)
+    assert torch.isfinite(x.grad).all()
+    with pytest.raises(PeerError, match="goes backward once"):
+        y.sum().backward()
