@@ -13,12 +13,23 @@ from stretto.overlap.attention import (
     scaled_dot_product_attention,
     split_heads,
 )
+from stretto.overlap.ddp import ReductionThread, reduce_bucket
 from stretto.overlap.faults import PeerError
+from stretto.overlap.gradients import GradientReducer
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
+from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear
+from stretto.overlap.plans import OverlapColwise, OverlapRowwise, parallelize
 
 __all__ = [
+    "ColumnLinear",
+    "GradientReducer",
+    "LinearOptions",
+    "OverlapColwise",
+    "OverlapRowwise",
     "PeerError",
     "Pending",
+    "ReductionThread",
+    "RowLinear",
     "all_gather_matmul",
     "attention_all_to_all",
     "attention_reduce_scatter",
@@ -26,6 +37,8 @@ __all__ = [
     "matmul_all_reduce_start",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "parallelize",
+    "reduce_bucket",
     "replicate_matmul",
     "scaled_dot_product_attention",
     "split_heads",

@@ -83,27 +83,40 @@ def matmul_all_reduce_start(
         header = how.header(call, x.dtype, needed(x, weight, bias))
         shape = (rows.shape[0], 1, weight.shape[0])
         slices = scattered_slices(call, how, header, shape, None, x)
-        transfers: list[Transfer] = []
+    pending = Pending(call)
+    try:
         if schedule == "plain":
             out = reference.matmul_all_reduce(rows, weight, group, bias)
         else:
-            out = MatmulAllReduce.apply(call, how, slices, transfers, rows, weight, bias)
-    return Pending(call, transfers, out.view(*x.shape[:-1], weight.shape[0]))
+            out = MatmulAllReduce.apply(call, how, slices, pending.transfers, rows, weight, bias)
+    except BaseException:  # such as the early end of a recomputation: buffers must outlive their transfers
+        pending.wait_for_transfers()
+        raise
+    pending.out = out.view(*x.shape[:-1], weight.shape[0])
+    return pending
 
 
 class Pending:
     """A tensor whose last slices are still arriving."""
 
-    def __init__(self, call: Call, transfers: list[Transfer], out: Tensor) -> None:
-        self._call, self._transfers, self._out = call, transfers, out
+    out: Tensor
+    """What is arriving; not to be read before `wait`."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.transfers: list[Transfer] = []
 
     def wait(self) -> Tensor:
         """The tensor, complete. `PeerError` if a peer was lost on the way. May be called again."""
-        with self._call.peers.guard(self._call):
-            for transfer in self._transfers:
-                self._call.wait(transfer)
-        self._transfers = []
-        return self._out
+        self.wait_for_transfers()
+        return self.out
+
+    def wait_for_transfers(self) -> None:
+        """Until nothing of it is in flight."""
+        if self.transfers:
+            with self._call.peers.guard(self._call):
+                while self.transfers:
+                    self._call.wait(self.transfers.pop(0))
 
 
 def replicate_matmul(

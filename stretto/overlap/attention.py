@@ -108,12 +108,12 @@ def matmul_all_to_all(
         rows = rows_first(x, 1)
         header = how.header(call, x.dtype, needed(x, *weights, *bs))
         layout = Layout(gathered_slices(call, how, header, rows, sizes), cuts)
-        if schedule == "plain":
-            out = reference.matmul_all_to_all(
-                rows, weights, group, bs, [cut.sizes for cut in cuts], layout.rows.sizes
-            )
-        else:
-            out = MatmulAllToAll.apply(call, how, layout, rows, len(weights), *weights, *bs)
+    if schedule == "plain":
+        out = reference.matmul_all_to_all(
+            rows, weights, group, bs, [cut.sizes for cut in cuts], layout.rows.sizes
+        )
+    else:
+        out = MatmulAllToAll.apply(call, how, layout, rows, len(weights), *weights, *bs)
     parts = out.split([cut.sizes[peers.rank] for cut in cuts], -1)
     return [part.transpose(0, 1) for part in parts]
 
@@ -184,12 +184,12 @@ def attention_all_to_all(
         q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
         header = how.header(call, q.dtype, needed(q, k, v, weight, bias))
         rows = scattered_slices(call, how, header, (len(q), q.shape[1]), sizes, q)
-        if schedule == "plain":
-            attended = reference.attend(q, k, v, attention, attn_mask, is_causal)
-            out = reference.join_heads(attended, group, groups.sizes, rows.sizes, weight, bias)
-        else:
-            queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
-            out = AttentionAllToAll.apply(call, how, Layout(rows, (groups,)), queries, q, k, v, weight, bias)
+    if schedule == "plain":
+        attended = reference.attend(q, k, v, attention, attn_mask, is_causal)
+        out = reference.join_heads(attended, group, groups.sizes, rows.sizes, weight, bias)
+    else:
+        queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
+        out = AttentionAllToAll.apply(call, how, Layout(rows, (groups,)), queries, q, k, v, weight, bias)
     return out.transpose(0, 1)
 
 
@@ -244,10 +244,10 @@ def attention_reduce_scatter(
         q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
         header = how.header(call, q.dtype, needed(q, k, v, weight, bias))
         slices = scattered_slices(call, how, header, (len(q), q.shape[1], len(weight)), sizes, q)
-        if schedule == "plain":
-            attended = reference.attend(q, k, v, attention, attn_mask, is_causal)
-            out = reference.matmul_reduce_scatter(attended, weight, group, bias, slices.sizes)
-        else:
-            queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
-            out = AttentionReduceScatter.apply(call, how, slices, queries, q, k, v, weight, bias)
+    if schedule == "plain":
+        attended = reference.attend(q, k, v, attention, attn_mask, is_causal)
+        out = reference.matmul_reduce_scatter(attended, weight, group, bias, slices.sizes)
+    else:
+        queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
+        out = AttentionReduceScatter.apply(call, how, slices, queries, q, k, v, weight, bias)
     return out.transpose(0, 1)

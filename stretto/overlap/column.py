@@ -34,9 +34,10 @@ class AllGatherMatmul(torch.autograd.Function):
         header = how.header(call, x.dtype, ctx.needs_input_grad[4:])
         kept = x.new_empty(slices.total, *x.shape[1:]) if how.keep_gathered else None
         outs = [x.new_empty(slices.total, x.shape[1], len(weight)) for weight in weights]
-        for piece, data in gather(call, header, x, slices, check=how.check, into=kept):
-            for out, weight, bias in zip(outs, weights, biases):
-                output(data, weight, bias, out[piece.rows])
+        with how.peers.resume(call):
+            for piece, data in gather(call, header, x, slices, check=how.check, into=kept):
+                for out, weight, bias in zip(outs, weights, biases):
+                    output(data, weight, bias, out[piece.rows])
         ctx.how, ctx.slices = how, slices
         ctx.save_for_backward(x if kept is None else kept, *weights)
         return tuple(outs)

@@ -94,8 +94,7 @@ def all_gather_matmul(
 
     Gradients:
         x: reduce-scattered, own rows last. weights: against the gathered x, in the same loop, summed over
-            slices in
-        float32 (float64 for float64). biases: over all rows, nothing sent.
+            slices in float32 (float64 for float64). biases: over all rows, nothing sent.
 
     Raises:
         ValueError: for an input that this rank can see to be wrong; nothing was sent.
@@ -111,10 +110,10 @@ def all_gather_matmul(
         rows = rows_first(x, dim)
         header = how.header(call, x.dtype, needed(x, *ws, *bs))
         slices = gathered_slices(call, how, header, rows, sizes)
-        if schedule == "plain":
-            outs = reference.all_gather_matmul(rows, ws, group, bs, slices.sizes)
-        else:
-            outs = list(AllGatherMatmul.apply(call, how, slices, len(ws), rows, *ws, *bs))
+    if schedule == "plain":
+        outs = reference.all_gather_matmul(rows, ws, group, bs, slices.sizes)
+    else:
+        outs = list(AllGatherMatmul.apply(call, how, slices, len(ws), rows, *ws, *bs))
     ys = [rows_last(out, x, dim) for out in outs]
     return ys[0] if single else ys
 
@@ -164,8 +163,8 @@ def matmul_reduce_scatter(
         header = how.header(call, x.dtype, needed(x, weight, bias))
         shape = (rows.shape[0], rows.shape[1], weight.shape[0])
         slices = scattered_slices(call, how, header, shape, sizes, x)
-        if schedule == "plain":
-            out = reference.matmul_reduce_scatter(rows, weight, group, bias, slices.sizes)
-        else:
-            out = MatmulReduceScatter.apply(call, how, slices, rows, weight, bias)
+    if schedule == "plain":
+        out = reference.matmul_reduce_scatter(rows, weight, group, bias, slices.sizes)
+    else:
+        out = MatmulReduceScatter.apply(call, how, slices, rows, weight, bias)
     return rows_last(out, x, dim)

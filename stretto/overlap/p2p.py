@@ -56,6 +56,17 @@ class Peers:
             call.finish()
 
     @contextmanager
+    def resume(self, call: "Call") -> Iterator[None]:
+        """The rest of a call begun with `call`; inside an autograd function, around its transfers alone.
+
+        What autograd does around the function, such as ending a recomputation early, is none of the call's
+        faults.
+        """
+        with self.guard(call):
+            yield
+            call.finish()
+
+    @contextmanager
     def guard(self, call: "Call") -> Iterator[None]:
         """Turn whatever goes wrong within into the end of the group, told to all ranks."""
         if self.fault:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from stretto.overlap.loops import sum_dtype
 
@@ -43,6 +44,11 @@ def slice_mask(
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    """Keeps activation checkpointing out of the slices' graphs: they are kept, not computed again."""
+    return tensor
+
+
 class QuerySlices:
     """Attention of q (rows, batch, heads, d) to k, v (rows, batch, kv_heads, d), some rows at a time."""
 
@@ -72,7 +78,7 @@ class QuerySlices:
             return self._q.new_zeros(num_rows, batch, self.features)
         stop = rows.stop if self._causal else self._k.shape[0]
         inputs = [self._q[rows].detach(), self._k[:stop].detach(), self._v[:stop].detach()]
-        with torch.set_grad_enabled(any(self._needs)):
+        with torch.set_grad_enabled(any(self._needs)), saved_tensors_hooks(_as_it_is, _as_it_is):
             for tensor, needed in zip(inputs, self._needs):
                 tensor.requires_grad_(needed)
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in inputs)

@@ -41,12 +41,13 @@ class AttentionReduceScatter(torch.autograd.Function):
         """Others' queries first, own last."""
         shape = (slices.total, q.shape[1], len(weight))
         header = how.header(call, q.dtype, ctx.needs_input_grad[4:])
-        scatter = Scatter(call, header, shape, slices, q.device, check=how.check)
         attended = q.new_empty(slices.total, q.shape[1], queries.features)
-        for piece in scatter.pieces():
-            attended[piece.rows] = queries.output(piece.rows)
-            partial = q.new_empty(len(attended[piece.rows]), *shape[1:])
-            scatter.put(piece, output(attended[piece.rows], weight, None, partial))
+        with how.peers.resume(call):
+            scatter = Scatter(call, header, shape, slices, q.device, check=how.check)
+            for piece in scatter.pieces():
+                attended[piece.rows] = queries.output(piece.rows)
+                partial = q.new_empty(len(attended[piece.rows]), *shape[1:])
+                scatter.put(piece, output(attended[piece.rows], weight, None, partial))
         ctx.how, ctx.slices, ctx.queries = how, slices, queries
         ctx.save_for_backward(attended, weight, bias)
         return scatter.result(bias)

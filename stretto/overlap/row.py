@@ -48,7 +48,8 @@ class MatmulReduceScatter(torch.autograd.Function):
         """Own rows last."""
         ctx.how, ctx.slices = how, slices
         ctx.save_for_backward(x, weight, bias)
-        return _scattered(call, how, slices, ctx.needs_input_grad[3:], x, weight, bias)
+        with how.peers.resume(call):
+            return _scattered(call, how, slices, ctx.needs_input_grad[3:], x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -89,11 +90,11 @@ class MatmulAllReduce(torch.autograd.Function):
         """Sums are scattered to the owners of rows, who send them to everyone; `transfers` gets these."""
         ctx.save_for_backward(x, weight)
         needed = ctx.needs_input_grad[4:]
-        own = _scattered(call, how, slices, needed, x, weight, bias)
         out = x.new_empty(slices.total, x.shape[1], weight.shape[0])
-        transfers += send_everywhere(
-            call, how.header(call, x.dtype, needed), own, slices, out, check=how.check
-        )
+        with how.peers.resume(call):
+            own = _scattered(call, how, slices, needed, x, weight, bias)
+            header = how.header(call, x.dtype, needed)
+            transfers += send_everywhere(call, header, own, slices, out, check=how.check)
         return out
 
     @staticmethod

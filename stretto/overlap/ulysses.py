@@ -73,9 +73,10 @@ class MatmulAllToAll(torch.autograd.Function):
             device=x.device,
         )
         header = how.header(call, x.dtype, (ctx.needs_input_grad[3], *ctx.needs_input_grad[5:]))
-        for peer, s, piece in own_last(call, header, trade, check=how.check):
-            if peer == rank:
-                out[rows.rows(rank, s)] = piece
+        with how.peers.resume(call):
+            for peer, s, piece in own_last(call, header, trade, check=how.check):
+                if peer == rank:
+                    out[rows.rows(rank, s)] = piece
         ctx.how, ctx.layout = how, layout
         ctx.save_for_backward(x, *weights)
         return out
@@ -151,11 +152,13 @@ class AttentionAllToAll(torch.autograd.Function):
         y = None
         if weight is not None:
             y = q.new_zeros(own, batch, len(weight), dtype=sum_dtype(q.dtype))
-        for peer, s, piece in own_last(call, header, trade, check=how.check):
-            place, columns = rows.local(rank, s), heads.rows(peer)
-            joined[place, :, columns] = piece
-            if weight is not None and y is not None:
-                y[place] += (piece.flatten(0, 1) @ weight[:, columns].t()).view(*piece.shape[:2], len(weight))
+        with how.peers.resume(call):
+            for peer, s, piece in own_last(call, header, trade, check=how.check):
+                place, columns = rows.local(rank, s), heads.rows(peer)
+                joined[place, :, columns] = piece
+                if weight is not None and y is not None:
+                    part = piece.flatten(0, 1) @ weight[:, columns].t()
+                    y[place] += part.view(*piece.shape[:2], len(weight))
         if y is not None and bias is not None:
             y += bias
         ctx.how, ctx.layout, ctx.queries = how, layout, queries

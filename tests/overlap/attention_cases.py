@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from overlap.matmul_cases import Draw, leaf, part_of, same
 from stretto.overlap import (
@@ -143,6 +144,31 @@ def query_split(case: dict[str, Any]) -> None:
     same("out bias", out_bias.grad, layer.out_bias.grad)
     whole = [part(t.grad, cut, 0) for t, cut in zip([*layer.weights, *layer.biases], [*cuts, *cuts])]
     same("projections", together([t.grad for t in (*weights, *biases)]), together(whole))
+
+
+def checkpointed() -> None:
+    """Both layers of attention under activation checkpointing give the gradients that they give without."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    draw = Draw(11)
+    weights = [leaf(draw(n * D, 3)) for _ in range(3)]
+    out_weight, x = leaf(draw(3, n * D)), leaf(part_of(group)(draw(1, 2 * n, 3), [2] * n, 1))
+    columns = slice(D * dist.get_rank(), D * (dist.get_rank() + 1))
+
+    def layer(x: Tensor) -> Tensor:
+        q, k, v = matmul_all_to_all(x, weights, group, features=[[D] * n] * 3)
+        heads = [t.unflatten(-1, (1, D)) for t in (q, k, v)]
+        y = attention_all_to_all(*heads, group, weight=out_weight, is_causal=True)
+        every = attention_reduce_scatter(*heads, out_weight[:, columns], group)
+        return y + every
+
+    grads = []
+    for wrapped in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        wrapped(x).square().sum().backward()
+        inputs = (x, *weights, out_weight)
+        grads.append([t.grad for t in inputs])
+        for tensor in inputs:
+            tensor.grad = None
+    assert all(torch.equal(one, other) for one, other in zip(*grads))
 
 
 def frozen_weights() -> None:

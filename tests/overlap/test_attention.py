@@ -52,6 +52,10 @@ def test_attention_goes_backward_once_and_needs_no_weight_gradients(ranks: Ranks
     ranks.run(3, attention_cases.frozen_weights, group_timeout_s=10)
 
 
+def test_attention_works_under_activation_checkpointing(ranks: Ranks) -> None:
+    ranks.run(3, attention_cases.checkpointed)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_heads_are_split_evenly_and_every_rank_has_its_own_keys(world_size: int) -> None:
     heads, kv_heads = split_heads(30, world_size, 15)

@@ -1,0 +1,283 @@
+"""Data parallelism whose gradients leave during backward and leave no tail.
+
+`GradientReducer` sends each bucket as soon as backward has made it, every shard straight to its owner. The
+gradient that backward makes last, a first layer's weight, is computed slice by slice for its owners, the own
+slice last, so that something is left to compute while the last messages travel. With `late_bound` the pieces
+are kept as they came and weighted when the weights are known. The hazard: the group must be the reducer's
+own, and `finish` must follow every backward. Source: the data-parallel row of this library's schedules;
+"late-bound reduction".
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stretto.overlap.buckets import Bucket, in_buckets, local, spread, sum_in_order, trade_pieces
+from stretto.overlap.loops import sum_dtype
+from stretto.overlap.p2p import peers_of
+from stretto.overlap.routes import Slices, slice_sizes
+from stretto.overlap.sliced import SlicedWeight
+
+__all__ = ["GradientReducer"]
+
+
+class GradientReducer:
+    """Reduces a module's gradients over a group while backward makes them.
+
+    Args:
+        module: its parameters that need gradients are reduced; they must be the same on every rank.
+            Parameters that are DTensors are reduced by their local parts.
+        group: a group of its own: no other operation may use it.
+        bucket_bytes: gradients are sent in buckets of this size, in the reverse order of registration.
+        last: the `nn.Linear` whose weight gradient backward makes last, if there is one: it is computed row
+            slice by row slice, each sent to its owner at once, own last. It must run once per backward.
+        sharded: leave each rank the gradient of its own shard, in `owned`, instead of every gradient
+            everywhere.
+        late_bound: keep every rank's pieces apart until `settle` or `fold` says what they are worth;
+            `deliver` then gives the gradients. Costs one gradient's worth of memory on every rank for each
+            backward that waits.
+        average: divide the sum by the number of ranks; not with `late_bound`.
+        check: precede payloads by headers, as everywhere in this room.
+
+    Attributes:
+        owned: sharded only: one flat parameter a bucket, in float32 (float64 for float64), holding this
+            rank's shard and, after `finish` (`deliver` if late-bound), its gradient. An optimizer takes
+            these; `publish` sends the updated shards to everyone.
+
+    Raises:
+        ValueError: for a module without trainable parameters, or a `last` that is not one of its linear
+            layers.
+        PeerError: from `finish`, `deliver` and the forward after `publish`, if ranks disagree or one is gone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        bucket_bytes: int = 25 << 20,
+        last: nn.Linear | None = None,
+        sharded: bool = False,
+        late_bound: bool = False,
+        average: bool = True,
+        check: bool = True,
+    ) -> None:
+        self._peers = peers_of(group)
+        self._late_bound, self._check, self._last = late_bound, check, last
+        self._scale = 1.0 / self._peers.world_size if average and not late_bound else 1.0
+        parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
+            raise ValueError("the module has no parameter that needs a gradient")
+        if last is not None and not any(m is last for m in module.modules()):
+            raise ValueError("last must be a linear layer of the module")
+        rest = [p for p in reversed(parameters) if last is None or p is not last.weight]
+        self._buckets = in_buckets(rest, bucket_bytes, self._peers.world_size)
+        if last is not None:
+            rows = slice_sizes(len(local(last.weight)), self._peers.world_size)
+            width = local(last.weight).shape[1]
+            self._buckets.append(Bucket([last.weight], Slices(tuple(count * width for count in rows))))
+            sliced = SlicedWeight(
+                last, self._buckets[-1], self._peers, self._launch_last, lambda: self._accumulating
+            )
+            last.forward = sliced.forward  # type: ignore[method-assign]
+        self.owned = [self._owned_shard(bucket) for bucket in self._buckets] if sharded else []
+        self._handles = [
+            p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
+            for bucket in self._buckets
+            for index, p in enumerate(bucket.parameters)
+        ]
+        self._handles += [m.register_forward_pre_hook(self._await_parameters) for m in module.modules()]
+        self._thread = ThreadPoolExecutor(1, "stretto gradients")
+        self._accumulating = False
+        self._pieces: list[list[Future[Tensor]]] = [[] for _ in self._buckets]
+        self._sums: list[Tensor] = []
+        self._settled: list[Tensor | None] = [None for _ in self._buckets]
+        self._published: dict[int, Future[Tensor]] = {}
+        self._bucket_of = {id(p): index for index, b in enumerate(self._buckets) for p in b.parameters}
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Within, backwards only add to the local gradients; the next one outside sends the sum."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def finish(self) -> None:
+        """End a backward: send what it left (no gradient counts as zero) and wait for the rest.
+
+        Then every gradient (or the own shards') is the sum or the average over ranks; with `late_bound` every
+        piece is with its owner, and the parameters' gradients are None again.
+        """
+        for index, bucket in enumerate(self._buckets):
+            self._launch_up_to(index, whole=True)
+            bucket.ready.clear()
+            bucket.launched = False
+        results = [pieces[-1].result() for pieces in self._pieces]
+        if self._late_bound:
+            return
+        self._pieces = [[] for _ in self._buckets]
+        for index, result in enumerate(results):
+            if self.owned:
+                self.owned[index].grad = result
+                self._buckets[index].drop_gradients()
+            else:
+                self._buckets[index].write_gradients(result)
+
+    def settle(self, weight: Tensor) -> None:
+        """Give the pieces their weights and add them to the own shards' gradients; nothing is sent.
+
+        Args:
+            weight: (world_size,) for the last backward, or (num_backwards, world_size) for all since the last
+                `settle`: what each rank's piece is worth. The same on every rank.
+
+        Each own shard is one float32 (float64 for float64) matrix-vector product over pieces.
+        """
+        weights = weight.reshape(-1, self._peers.world_size)
+        self._expect_rounds(len(weights))
+        for index, pieces in enumerate(self._pieces):
+            for row, future in zip(weights, pieces):
+                piece = future.result()
+                piece = piece.to(sum_dtype(piece.dtype))
+                self._add(index, row.to(piece) @ piece)
+        self._pieces = [[] for _ in self._buckets]
+
+    def fold(self, weights: Tensor) -> None:
+        """Fold the last backward's pieces into running sums, one for each row of `weights`, and drop them.
+
+        Args:
+            weights: (num_sums, world_size). With rows 1 and reward - c the two sums are those from which a
+                normalised advantage is formed at the end.
+        """
+        self._expect_rounds(1)
+        pieces = [futures.pop().result() for futures in self._pieces]
+        sums = [weights.to(p.device, sum_dtype(p.dtype)) @ p.to(sum_dtype(p.dtype)) for p in pieces]
+        self._sums = [old + new for old, new in zip(self._sums, sums)] if self._sums else sums
+
+    def combine(self, coefficients: Tensor) -> None:
+        """Add the combination of the running sums to the own shards' gradients, and start new sums.
+
+        Args:
+            coefficients: (num_sums,), for instance (-mean / std, 1 / std).
+        """
+        if not self._sums:
+            raise ValueError("nothing was folded since the last combine")
+        for index, total in enumerate(self._sums):
+            self._add(index, coefficients.to(total) @ total)
+        self._sums = []
+
+    def deliver(self) -> None:
+        """End the settling: the own shards' gradients become those of `owned`, or every rank's parameters'.
+
+        Replaces gradients that are there.
+        """
+        if any(gradient is None for gradient in self._settled):
+            raise ValueError("nothing was settled or combined since the last deliver")
+        settled = [gradient for gradient in self._settled if gradient is not None]
+        self._settled = [None for _ in self._buckets]
+        if self.owned:
+            for owned, gradient in zip(self.owned, settled):
+                owned.grad = gradient
+            return
+        tasks = [
+            partial(spread, self._peers, b, g, check=self._check) for b, g in zip(self._buckets, settled)
+        ]
+        for bucket, future in zip(self._buckets, [self._thread.submit(task) for task in tasks]):
+            bucket.write_gradients(future.result())
+
+    def publish(self, *, wait: bool = False) -> None:
+        """Send the own shards' new parameters to everyone, the first layers' first; sharded only.
+
+        The next forward of each layer waits for its parameters; `wait` waits for all of them here.
+        """
+        for index in reversed(range(len(self._buckets))):
+            bucket, owned = self._buckets[index], self.owned[index].detach().clone()
+            task = partial(spread, self._peers, bucket, owned, check=self._check)
+            self._published[index] = self._thread.submit(task)
+        if wait:
+            self._receive(list(self._published))
+
+    def close(self) -> None:
+        """Give the module back as it was."""
+        self._receive(list(self._published))
+        for handle in self._handles:
+            handle.remove()
+        if self._last is not None:
+            del self._last.forward
+        self._thread.shutdown()
+
+    def _owned_shard(self, bucket: Bucket) -> nn.Parameter:
+        mine = bucket.flat_parameters()[bucket.slices.rows(self._peers.rank)]
+        return nn.Parameter(mine.to(sum_dtype(bucket.dtype), copy=True))
+
+    def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
+        if self._accumulating:
+            return
+        bucket.ready.add(index)
+        for number in range(len(self._buckets)):
+            if not self._launch_up_to(number, whole=False):
+                return
+
+    def _launch_up_to(self, number: int, *, whole: bool) -> bool:
+        """Send a bucket that is complete, or as it is; whether it is on its way."""
+        bucket = self._buckets[number]
+        if bucket.launched:
+            return True
+        if not whole and len(bucket.ready) < len(bucket.parameters):
+            return False
+        flat = bucket.flat_gradient()
+        self._launch(number, lambda peer: flat[bucket.slices.rows(peer)])
+        return True
+
+    def _launch(self, number: int, make: Callable[[int], Tensor]) -> None:
+        bucket = self._buckets[number]
+        bucket.launched = True
+        if self._late_bound:
+            bucket.drop_gradients()
+        self._pieces[number].append(self._thread.submit(self._reduce, bucket, make))
+
+    def _is_accumulating(self) -> bool:
+        return self._accumulating
+
+    def _launch_last(self, make: Callable[[int], Tensor]) -> None:
+        if self._buckets[-1].launched:
+            raise RuntimeError("the layer that was given as `last` ran twice in one backward")
+        self._launch(len(self._buckets) - 1, make)
+
+    def _reduce(self, bucket: Bucket, make: Callable[[int], Tensor]) -> Tensor:
+        """In the thread: pieces (world_size, own elements); or the own sum; or every sum, flat."""
+        pieces = trade_pieces(self._peers, bucket, make, check=self._check)
+        if self._late_bound:
+            return pieces
+        shard = sum_in_order(pieces, self._peers.rank).mul_(self._scale)
+        return shard if self.owned else spread(self._peers, bucket, shard, check=self._check)
+
+    def _add(self, index: int, gradient: Tensor) -> None:
+        settled = self._settled[index]
+        self._settled[index] = gradient if settled is None else settled + gradient
+
+    def _expect_rounds(self, num_rounds: int) -> None:
+        if not self._late_bound:
+            raise ValueError("the gradients are summed already; make the reducer with late_bound=True")
+        waiting = {len(pieces) for pieces in self._pieces}
+        if waiting != {num_rounds}:
+            raise ValueError(f"weights for {num_rounds} backwards, but the pieces of {waiting} are waiting")
+
+    def _await_parameters(self, module: nn.Module, inputs: Any) -> None:
+        if self._published:
+            mine = {self._bucket_of.get(id(p)) for p in module.parameters(recurse=False)}
+            self._receive([index for index in list(self._published) if index in mine])
+
+    def _receive(self, indices: list[int]) -> None:
+        for index in indices:
+            bucket, flat = self._buckets[index], self._published.pop(index).result()
+            with torch.no_grad():
+                for parameter, part in zip(bucket.parameters, bucket.parts(flat)):
+                    local(parameter).copy_(part)

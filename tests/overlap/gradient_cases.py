@@ -1,0 +1,216 @@
+"""What every rank does in tests of data parallelism: reduced gradients beside one process with all data."""
+
+import copy
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from overlap.matmul_cases import Draw, same
+from stretto.overlap import GradientReducer, ReductionThread, reduce_bucket
+from stretto.overlap.p2p import Lane
+
+
+class Model(nn.Module):
+    """A net with odd sizes, a norm, a weight that is used twice and parameters that are never used."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.norm = nn.LayerNorm(width)
+        self.shared = nn.Linear(width, width)
+        self.unused = nn.Linear(2, 2)
+        self.out = nn.Linear(width, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.first(x)))
+        return self.out(self.shared(torch.tanh(self.shared(hidden))))
+
+
+def models(width: int = 5) -> tuple[Model, Model]:
+    torch.manual_seed(0)
+    whole = Model(width).double()
+    return copy.deepcopy(whole), whole
+
+
+def losses(model: nn.Module, inputs: Tensor) -> Tensor:
+    """One loss for each of the inputs (ranks, 4, 3)."""
+    return model(inputs).square().mean((1, 2))
+
+
+def compare(mine: nn.Module, whole: nn.Module, name: str = "") -> None:
+    theirs = dict(whole.named_parameters())
+    for key, parameter in mine.named_parameters():
+        expected = theirs[key].grad
+        assert parameter.grad is not None, key
+        same(f"{name} {key}", parameter.grad, torch.zeros_like(parameter) if expected is None else expected)
+
+
+def options_of(case: dict[str, Any], mine: Model) -> dict[str, Any]:
+    return {"bucket_bytes": case["bucket_bytes"], "last": mine.first if case["last"] else None}
+
+
+def summed(case: dict[str, Any]) -> None:
+    """Replicated gradients, two steps, the second with an accumulation in front of it."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mine, whole = models()
+    reducer = GradientReducer(mine, dist.group.WORLD, average=case["average"], **options_of(case, mine))
+    draw = Draw(case["seed"])
+    for step in range(2):
+        mine.zero_grad()
+        whole.zero_grad()
+        for _ in range(step):
+            extra = draw(n, 4, 3)
+            losses(whole, extra).sum().backward()
+            with reducer.accumulate():
+                losses(mine, extra[rank : rank + 1]).sum().backward()
+        inputs = draw(n, 4, 3)
+        losses(whole, inputs).sum().backward()
+        losses(mine, inputs[rank : rank + 1]).sum().backward()
+        reducer.finish()
+        if case["average"]:
+            for parameter in whole.parameters():
+                parameter.grad = None if parameter.grad is None else parameter.grad / n
+        compare(mine, whole)
+    reducer.close()
+    assert torch.equal(mine.first(inputs), nn.functional.linear(inputs, mine.first.weight, mine.first.bias))
+
+
+def sharded(case: dict[str, Any]) -> None:
+    """ZeRO-1: an optimizer on the own shards, parameters gathered behind the next forward, three steps."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mine, whole = models()
+    whole.unused.requires_grad_(False)
+    mine.unused.requires_grad_(False)
+    reducer = GradientReducer(mine, dist.group.WORLD, sharded=True, **options_of(case, mine))
+    ours = torch.optim.AdamW(reducer.owned, lr=0.1)
+    theirs = torch.optim.AdamW([p for p in whole.parameters() if p.requires_grad], lr=0.1)
+    draw = Draw(case["seed"])
+    for _ in range(3):
+        inputs = draw(n, 4, 3)
+        theirs.zero_grad()
+        losses(whole, inputs).mean().backward()
+        theirs.step()
+        ours.zero_grad()
+        losses(mine, inputs[rank : rank + 1]).sum().backward()
+        reducer.finish()
+        assert all(parameter.grad is None for parameter in mine.parameters())
+        ours.step()
+        reducer.publish()
+    reducer.close()
+    for (name, parameter), other in zip(mine.named_parameters(), whole.parameters()):
+        same(name, parameter.detach(), other.detach(), 1e-9 if "shared" in name else 1e-10)
+
+
+def late_bound(case: dict[str, Any]) -> None:
+    """Weights that are known only after every piece was sent, for two backwards at once."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mine, whole = models()
+    reducer = GradientReducer(mine, dist.group.WORLD, late_bound=True, **options_of(case, mine))
+    draw = Draw(case["seed"])
+    inputs, weights = draw(2, n, 4, 3), draw(2, n)
+    for q in range(2):
+        losses(mine, inputs[q, rank : rank + 1]).sum().backward()
+        reducer.finish()
+        assert all(parameter.grad is None for parameter in mine.parameters())
+    reducer.settle(weights)
+    reducer.deliver()
+    for q in range(2):
+        (weights[q] * losses(whole, inputs[q])).sum().backward()
+    compare(mine, whole)
+    for model in (mine, whole):
+        model.zero_grad()
+    for q in range(2):
+        losses(mine, inputs[q, rank : rank + 1]).sum().backward()
+        reducer.finish()
+        reducer.settle(weights[q])
+        (weights[q] * losses(whole, inputs[q])).sum().backward()
+    reducer.deliver()
+    compare(mine, whole, "settled one by one")
+    reducer.close()
+
+
+def two_sums(case: dict[str, Any]) -> None:
+    """Group-normalised advantages from two running sums, over rounds of one sample a rank."""
+    rank, n, rounds = dist.get_rank(), dist.get_world_size(), 3
+    mine, whole = models()
+    reducer = GradientReducer(mine, dist.group.WORLD, late_bound=True, **options_of(case, mine))
+    draw = Draw(case["seed"])
+    inputs, rewards = draw(rounds, n, 4, 3), draw(rounds, n) + 7
+    offset = rewards[0, 0]
+    for q in range(rounds):
+        losses(mine, inputs[q, rank : rank + 1]).sum().backward()
+        reducer.finish()
+        reducer.fold(torch.stack([torch.ones(n, dtype=torch.float64), rewards[q] - offset]))
+    mean, std = rewards.mean(), rewards.std(correction=0) + 1e-4
+    reducer.combine(torch.stack([-(mean - offset) / std, 1 / std]))
+    reducer.deliver()
+    reducer.close()
+    advantages = (rewards - mean) / std
+    sum((advantages[q] * losses(whole, inputs[q])).sum() for q in range(rounds)).backward()
+    compare(mine, whole)
+
+
+def hook(case: dict[str, Any]) -> None:
+    """DistributedDataParallel with the reduction as its hook, two steps, several buckets."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mine, whole = models(width=200)
+    group = dist.new_group()
+    mine.unused.requires_grad_(False)
+    parallel = DistributedDataParallel(mine, bucket_cap_mb=0.1)
+    thread = ReductionThread(group)
+    parallel.register_comm_hook(thread, reduce_bucket)
+    draw = Draw(case["seed"])
+    for _ in range(2):
+        inputs = draw(n, 4, 3)
+        parallel.zero_grad()
+        whole.zero_grad()
+        losses(parallel, inputs[rank : rank + 1]).sum().backward()
+        losses(whole, inputs).mean().backward()
+        for name, parameter in mine.named_parameters():
+            if parameter.requires_grad:
+                same(name, parameter.grad, dict(whole.named_parameters())[name].grad)
+    thread.close()
+    dist.destroy_process_group(group)
+
+
+def order_of_events() -> tuple[list[str], list[tuple[str, int]]]:
+    """What was sent by when: payload posts in the thread beside gradients and products in the backward."""
+    mine, _ = models()
+    events: list[str] = []
+    products: list[tuple[str, int]] = []
+    reducer = GradientReducer(mine, dist.group.WORLD, bucket_bytes=1, last=mine.first)
+    mine.out.weight.register_post_accumulate_grad_hook(lambda _: time.sleep(0.2))
+    mine.first.bias.register_post_accumulate_grad_hook(lambda _: events.append("the last ordinary gradient"))
+    post = Lane.post
+
+    def noted(lane: Lane, step: int, subslice: int, outgoing: Tensor, incoming: Tensor) -> Any:
+        assert threading.current_thread().name.startswith("stretto gradients")
+        events.append("sent")
+        products.append(("sent", outgoing.numel()))
+        return post(lane, step, subslice, outgoing, incoming)
+
+    with mock.patch.object(Lane, "post", noted):
+        losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum().backward()
+        reducer.finish()
+    reducer.close()
+    return events, products
+
+
+def different_models() -> tuple[str, str]:
+    group = dist.new_group()
+    mine, _ = models(width=5 + dist.get_rank())
+    reducer = GradientReducer(mine, group)
+    losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum().backward()
+    try:
+        reducer.finish()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        reducer.close()
+    return "", ""

@@ -1,0 +1,61 @@
+"""Reduced gradients equal those of one process with all data, whenever their weights become known."""
+
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from ranks import Ranks
+from torch import nn
+
+from overlap import gradient_cases
+from stretto.overlap import GradientReducer
+
+WORLDS = [1, 2, 3]
+few = settings(
+    deadline=None, derandomize=True, database=None, max_examples=4, phases=[Phase.explicit, Phase.generate]
+)
+cases = st.fixed_dictionaries(
+    {
+        "bucket_bytes": st.sampled_from([1, 200, 1 << 20]),
+        "last": st.booleans(),
+        "average": st.booleans(),
+        "seed": st.integers(0, 99),
+    }
+)
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+@pytest.mark.parametrize("way", ["summed", "sharded", "late_bound", "two_sums"])
+def test_reduced_gradients_equal_one_process(ranks: Ranks, num_ranks: int, way: str) -> None:
+    @few
+    @given(cases)
+    def check(case: dict[str, Any]) -> None:
+        ranks.run(num_ranks, getattr(gradient_cases, way), case)
+
+    check()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_hook_of_ddp_averages(ranks: Ranks, num_ranks: int) -> None:
+    ranks.run(num_ranks, gradient_cases.hook, {"seed": 1})
+
+
+def test_buckets_leave_during_backward_and_the_last_weight_leaves_slice_by_slice(ranks: Ranks) -> None:
+    for rank, (events, sent) in enumerate(ranks.run(3, gradient_cases.order_of_events)):
+        assert "sent" in events[: events.index("the last ordinary gradient")]
+        rows_of_peer = [2, 2, 1][(rank + 1) % 3], [2, 2, 1][(rank + 2) % 3]
+        slices = [("sent", 3 * rows) for rows in rows_of_peer]
+        assert any(sent[i : i + 2] == slices for i in range(len(sent)))
+
+
+def test_ranks_with_different_models_are_told_so(ranks: Ranks) -> None:
+    for kind, text in ranks.run(2, gradient_cases.different_models):
+        assert kind == "PeerError"
+        assert "gradient reduction" in text
+        assert "'shape'" in text
+
+
+def test_wrong_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be a torch.distributed.ProcessGroup"):
+        GradientReducer(nn.Linear(2, 2), None)

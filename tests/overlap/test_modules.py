@@ -1,0 +1,69 @@
+"""A parallel model equals the plain one: outputs, gradients, checkpoints, clip norm; beside torch's styles."""
+
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from ranks import Ranks
+
+from overlap import module_cases
+
+WORLDS = [1, 2, 3]
+few = settings(
+    deadline=None, derandomize=True, database=None, max_examples=5, phases=[Phase.explicit, Phase.generate]
+)
+cases = st.fixed_dictionaries(
+    {
+        "sequence": st.booleans(),
+        "rows": st.integers(1, 9),
+        "schedule": st.sampled_from(["direct", "ring", "plain"]),
+        "num_subslices": st.sampled_from([1, 2]),
+        "keep_gathered": st.booleans(),
+        "checkpointed": st.booleans(),
+        "seed": st.integers(0, 99),
+    }
+)
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_a_parallel_model_equals_the_plain_one(ranks: Ranks, num_ranks: int) -> None:
+    @few
+    @given(cases)
+    def check(case: dict[str, Any]) -> None:
+        ranks.run(num_ranks, module_cases.trained, case)
+
+    check()
+
+
+def test_siblings_share_one_gather_forward_and_backward(ranks: Ranks) -> None:
+    assert ranks.run(2, module_cases.one_gather_for_siblings) == [2 * (1 + 1) * 2] * 2
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_checkpoints_of_plain_and_parallel_load_in_each_other(ranks: Ranks, num_ranks: int) -> None:
+    ranks.run(num_ranks, module_cases.state_dicts)
+
+
+def test_a_model_on_the_meta_device_is_made_parallel_before_it_is_filled(ranks: Ranks) -> None:
+    ranks.run(3, module_cases.meta_construction)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_styles_work_beside_those_of_torch_with_the_exact_clip_norm(
+    ranks: Ranks, num_ranks: int, mixed: bool
+) -> None:
+    ranks.run(num_ranks, module_cases.beside_torch_styles, mixed)
+
+
+def test_tensor_and_data_parallel_compose(ranks: Ranks) -> None:
+    ranks.run(4, module_cases.with_data_parallel)
+
+
+def test_layers_can_be_built_by_hand_frozen_and_compiled_around(ranks: Ranks) -> None:
+    ranks.run(2, module_cases.built_by_hand, timeout_s=120)
+
+
+def test_wrong_plans_are_refused_and_change_nothing(ranks: Ranks) -> None:
+    ranks.run(2, module_cases.refused_plans)
