@@ -94,11 +94,16 @@ class Ranks:
         return outcomes
 
     def close(self) -> None:
-        """End every child."""
+        """End every child; the next `run` spawns new ones.
+
+        Also for tests that put a mesh on some of the world's ranks: DTensor's caches outlive a world, and
+        take such a mesh for an equal one of an earlier, smaller world.
+        """
         for child in self._children:
             if child is not None:
                 child.end()
         self._children = [None] * LARGEST_WORLD
+        self._world = None
 
     def _make_world(self, num_ranks: int, group_timeout_s: float) -> None:
         if self._world == (num_ranks, group_timeout_s):

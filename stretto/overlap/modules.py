@@ -99,7 +99,7 @@ class _ParallelLinear(nn.Linear):
 
 
 class ColumnLinear(_ParallelLinear):
-    """A linear layer with some output features on each rank: rows are gathered while it multiplies.
+    """A linear layer with some output features a rank: rows are gathered while it multiplies.
 
     Shapes:
         x (..., own rows, in_features) -> (..., all rows, own features) with sequence parallelism;
@@ -144,7 +144,7 @@ class RowLinear(_ParallelLinear):
 
 
 class SharedGather:
-    """Column layers with one input: whoever is called first multiplies for all, the others take what is theirs."""
+    """Column layers with one input: the first that is called multiplies for all, the others take theirs."""
 
     def __init__(self, layers: list[ColumnLinear]) -> None:
         self.layers = layers

@@ -11,7 +11,7 @@ from torch import nn
 from overlap import gradient_cases
 from stretto.overlap import GradientReducer
 
-WORLDS = [1, 2, 3]
+WORLDS = [1, 2, 3, 4, 5, 8]
 few = settings(
     deadline=None, derandomize=True, database=None, max_examples=4, phases=[Phase.explicit, Phase.generate]
 )

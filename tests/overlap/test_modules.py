@@ -1,4 +1,4 @@
-"""A parallel model equals the plain one: outputs, gradients, checkpoints, clip norm; beside torch's styles."""
+"""A parallel model equals the plain one: outputs, gradients, checkpoints, clip norm, and beside torch's."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ranks import Ranks
 
 from overlap import module_cases
 
-WORLDS = [1, 2, 3]
+WORLDS = [1, 2, 3, 4, 5, 8]
 few = settings(
     deadline=None, derandomize=True, database=None, max_examples=5, phases=[Phase.explicit, Phase.generate]
 )
@@ -58,11 +58,18 @@ def test_styles_work_beside_those_of_torch_with_the_exact_clip_norm(
 
 
 def test_tensor_and_data_parallel_compose(ranks: Ranks) -> None:
+    ranks.close()
     ranks.run(4, module_cases.with_data_parallel)
+    ranks.close()
 
 
-def test_layers_can_be_built_by_hand_frozen_and_compiled_around(ranks: Ranks) -> None:
-    ranks.run(2, module_cases.built_by_hand, timeout_s=120)
+def test_layers_can_be_built_by_hand_and_frozen(ranks: Ranks) -> None:
+    ranks.run(2, module_cases.built_by_hand)
+
+
+@pytest.mark.slow
+def test_layers_can_be_compiled_around(ranks: Ranks) -> None:
+    ranks.run(2, module_cases.compiled_around, timeout_s=180)
 
 
 def test_wrong_plans_are_refused_and_change_nothing(ranks: Ranks) -> None:
