@@ -14,13 +14,14 @@ from torch import Tensor
 
 from stretto.overlap import reference
 from stretto.overlap.column import ReplicateMatmul
-from stretto.overlap.inputs import check_linear, checked_how, needed, scattered_slices
+from stretto.overlap.inputs import check_linear, checked_how, needed, outside_of_graphs, scattered_slices
 from stretto.overlap.p2p import Call, Transfer, peers_of
 from stretto.overlap.row import MatmulAllReduce
 
 __all__ = ["Pending", "matmul_all_reduce", "matmul_all_reduce_start", "replicate_matmul"]
 
 
+@outside_of_graphs
 def matmul_all_reduce(
     x: Tensor,
     weight: Tensor,
@@ -60,6 +61,7 @@ def matmul_all_reduce(
     ).wait()
 
 
+@outside_of_graphs
 def matmul_all_reduce_start(
     x: Tensor,
     weight: Tensor,
@@ -119,6 +121,7 @@ class Pending:
                     self._call.wait(self.transfers.pop(0))
 
 
+@outside_of_graphs
 def replicate_matmul(
     x: Tensor,
     weights: Sequence[Tensor],

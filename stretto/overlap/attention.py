@@ -20,6 +20,7 @@ from stretto.overlap.inputs import (
     checked_how,
     gathered_slices,
     needed,
+    outside_of_graphs,
     rows_first,
     scattered_slices,
 )
@@ -56,6 +57,7 @@ def split_heads(
     return [num_heads // kv * heads for heads in kv_heads], kv_heads
 
 
+@outside_of_graphs
 def matmul_all_to_all(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -118,6 +120,7 @@ def matmul_all_to_all(
     return [part.transpose(0, 1) for part in parts]
 
 
+@outside_of_graphs
 def attention_all_to_all(
     q: Tensor,
     k: Tensor,
@@ -138,8 +141,8 @@ def attention_all_to_all(
     """Attend with own heads for all rows and trade: all heads of own rows. The second half of Ulysses.
 
     Others' queries are attended and sent first, own last; with `weight` each head group is multiplied as it
-    arrives. The order is that of ranks from the own rank's next on: under a causal mask the cheap slices of
-    the wrap-around then never stand alone in front of the first message.
+    arrives. Under a causal mask later slices cost more, and ranks come to them at different steps: nothing is
+    awaited before the own slice is done, so that no rank waits at every step for the one with the dear slice.
 
     Args:
         q: (batch, all rows, own heads, d).
@@ -193,6 +196,7 @@ def attention_all_to_all(
     return out.transpose(0, 1)
 
 
+@outside_of_graphs
 def attention_reduce_scatter(
     q: Tensor,
     k: Tensor,
@@ -220,7 +224,8 @@ def attention_reduce_scatter(
         bias: (F,), the same on every rank; added once, by the owner of a row, after the sum.
         attention: as in `attention_all_to_all`, and so `attn_mask` and `is_causal`.
         attn_mask: see `attention`.
-        is_causal: see `attention`.
+        is_causal: see `attention`. Arrivals are then awaited late, as in `attention_all_to_all`, which costs
+            two buffers of the size of the whole output.
         sizes: rows that every rank is to own; None: as `torch.chunk` cuts them.
         schedule: "direct", "ring" or "plain", as in `matmul_reduce_scatter`.
         num_subslices: pieces a rank's queries are cut in.

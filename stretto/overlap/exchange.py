@@ -72,22 +72,20 @@ def own_first(call: Call, header: Header, trade: Trade, *, check: bool) -> Itera
 
 
 def own_last(call: Call, header: Header, trade: Trade, *, check: bool) -> Iterator[tuple[int, int, Tensor]]:
-    """Make and send others' pieces, then yield (peer, sub-slice, piece): own first, rank-1, rank-2, ..."""
+    """Make and send others' pieces, then yield (peer, sub-slice, piece): own first, rank-1, rank-2, ...
+
+    Nothing is awaited before the own piece is made: pieces may take unequally long, as under a causal mask,
+    and ranks do not wait for each other at every step. Their rooms are the caller's, so that costs no memory.
+    """
     lane = trade.lane(call, "scatter", header, check)
-    waiting: list[Transfer] = []
-    rooms: list[tuple[int, int, Tensor]] = []
+    arriving: list[tuple[int, int, Tensor, Transfer]] = []
     for step, here in enumerate(lane.routes[:-1]):
         for s in range(trade.num_subslices):
             piece, room = trade.make(here.send_to, s), trade.room(here.recv_from, s)
-            waiting.append(lane.post(step, s, piece, room))
-            rooms.append((here.recv_from, s, room))
-            if len(waiting) > trade.num_subslices:
-                call.wait(waiting.pop(0))
+            arriving.append((here.recv_from, s, room, lane.post(step, s, piece, room)))
     rank = call.peers.rank
     for s in range(trade.num_subslices):
         yield rank, s, trade.make(rank, s)
-    unwaited = len(rooms) - len(waiting)
-    for index, (peer, s, room) in enumerate(rooms):
-        if index >= unwaited:
-            call.wait(waiting.pop(0))
+    for peer, s, room, transfer in arriving:
+        call.wait(transfer)
         yield peer, s, room

@@ -6,8 +6,10 @@ Strided inputs are copied, never refused: the gradients that autograd hands over
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +21,20 @@ from stretto.overlap.routes import Schedule, Slices, sizes_from, slice_sizes
 __all__ = ["How", "rows_first", "rows_last"]
 
 Sizes = Sequence[int] | str | None
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def outside_of_graphs(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Under `torch.compile` the function runs eagerly between two graphs; else no compiler is imported."""
+
+    @wraps(function)
+    def wrapper(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return wrapper
 
 
 @dataclass(frozen=True)

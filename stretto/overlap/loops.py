@@ -120,15 +120,26 @@ def send_everywhere(
 class Scatter:
     """Sums of row slices over ranks, each slice's to its owner: others' partials first, own last.
 
-    direct: partials go straight to the owner, who adds them in the fixed order r-1, r-2, ..., r+1, own last,
-        in
-    `sum_dtype`: one rounding at the end, bitwise the same every time. ring: running sums travel and are
-    rounded to the dtype on the wire at every hop. Buffers: two for each sub-slice in flight, one sent and one
-    received, and the sum of the own slice.
+    When direct, partials go straight to the owner, who adds them in the fixed order r-1, r-2, ..., r+1, own
+    last, in `sum_dtype`: one rounding at the end, bitwise the same every time. A step's arrivals are awaited
+    `window` steps later, so that ranks whose products take unequally long do not wait for each other at every
+    step. On the ring running sums travel, and are rounded to the dtype on the wire at every hop.
+
+    Buffers: the sum of the own slice; and sent and received, one slice each on the ring, `window` slices and
+        a
+    sub-slice each when direct.
     """
 
     def __init__(
-        self, call: Call, header: Header, shape: Shape, slices: Slices, device: torch.device, *, check: bool
+        self,
+        call: Call,
+        header: Header,
+        shape: Shape,
+        slices: Slices,
+        device: torch.device,
+        *,
+        check: bool,
+        window: int = 2,
     ) -> None:
         """`shape` is that of the whole tensor, rows first; `header` as in `gather`."""
         rest, self._rank = shape[1:], call.peers.rank
@@ -136,12 +147,12 @@ class Scatter:
         def shapes(here: Route) -> tuple[Shape, Shape]:
             return (slices.sizes[here.send], *rest), (slices.sizes[here.recv], *rest)
 
-        self._call, self._slices, self._dtype = call, slices, header.dtype
+        self._call, self._slices, self._dtype, self._window = call, slices, header.dtype, window
         self._ring = header.schedule == "ring"
         self._lane = Lane(call, "scatter", header, shapes, device=device, check=check)
         kept = header.dtype if self._ring else sum_dtype(header.dtype)
         self._sum = torch.zeros(slices.sizes[self._rank], *rest, dtype=kept, device=device)
-        self._arriving: dict[int, tuple[Transfer, Tensor, Tensor]] = {}
+        self._arriving: dict[tuple[int, int], tuple[Transfer, Tensor, Tensor]] = {}
 
     def pieces(self) -> Iterator[Piece]:
         """The order in which partials must be put."""
@@ -162,7 +173,7 @@ class Scatter:
 
     def _put_ring(self, piece: Piece, partial: Tensor) -> None:
         if piece.step > 0:
-            running = self._receive(*self._arriving.pop(piece.subslice))
+            running = self._receive(piece.step - 1, piece.subslice)
             partial += running
             self._call.release(running)
         if piece.step < self._lane.last:
@@ -171,24 +182,26 @@ class Scatter:
             self._sum[piece.local] = partial
 
     def _put_direct(self, piece: Piece, partial: Tensor) -> None:
-        earlier = self._arriving.pop(piece.subslice, None)
-        if piece.step < self._lane.last:
+        last = self._lane.last
+        if piece.step < last:
             self._send(piece, partial)
+        awaited = piece.step - self._window
         own = self._sum[self._slices.local(self._rank, piece.subslice)]
-        if earlier is not None:
-            received = self._receive(*earlier)
+        for step in range(max(0, awaited), last if piece.step == last else awaited + 1):
+            received = self._receive(step, piece.subslice)
             own += received
             self._call.release(received)
-        if piece.step == self._lane.last:
+        if piece.step == last:
             own += partial
 
     def _send(self, piece: Piece, partial: Tensor) -> None:
         size = self._slices.size(self._lane.routes[piece.step].recv, piece.subslice)
         incoming = partial.new_empty(size, *partial.shape[1:])
         transfer = self._lane.post(piece.step, piece.subslice, partial, incoming)
-        self._arriving[piece.subslice] = (transfer, incoming, partial)
+        self._arriving[piece.step, piece.subslice] = (transfer, incoming, partial)
 
-    def _receive(self, transfer: Transfer, received: Tensor, sent: Tensor) -> Tensor:
+    def _receive(self, step: int, subslice: int) -> Tensor:
+        transfer, received, sent = self._arriving.pop((step, subslice))
         self._call.wait(transfer)
         self._call.release(sent)
         return received

@@ -20,6 +20,7 @@ from stretto.overlap.inputs import (
     checked_how,
     gathered_slices,
     needed,
+    outside_of_graphs,
     rows_first,
     rows_last,
     scattered_slices,
@@ -58,6 +59,7 @@ def all_gather_matmul(
     keep_gathered: bool = ...,
     check: bool = ...,
 ) -> list[Tensor]: ...
+@outside_of_graphs
 def all_gather_matmul(
     x: Tensor,
     weights: Tensor | Sequence[Tensor],
@@ -118,6 +120,7 @@ def all_gather_matmul(
     return ys[0] if single else ys
 
 
+@outside_of_graphs
 def matmul_reduce_scatter(
     x: Tensor,
     weight: Tensor,

@@ -63,7 +63,7 @@ class QuerySlices:
         needs: tuple[bool, ...],
     ) -> None:
         self._q, self._k, self._v, self._needs = q, k, v, needs
-        self._attention, self._mask, self._causal = attention, attn_mask, is_causal
+        self._attention, self._mask, self.is_causal = attention, attn_mask, is_causal
         self._graphs: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
         self.features = q.shape[2] * v.shape[3]
         kept = sum_dtype(q.dtype)
@@ -76,7 +76,7 @@ class QuerySlices:
         num_rows, batch = rows.stop - rows.start, self._q.shape[1]
         if num_rows * batch * self.features == 0:
             return self._q.new_zeros(num_rows, batch, self.features)
-        stop = rows.stop if self._causal else self._k.shape[0]
+        stop = rows.stop if self.is_causal else self._k.shape[0]
         inputs = [self._q[rows].detach(), self._k[:stop].detach(), self._v[:stop].detach()]
         with torch.set_grad_enabled(any(self._needs)), saved_tensors_hooks(_as_it_is, _as_it_is):
             for tensor, needed in zip(inputs, self._needs):
@@ -84,7 +84,7 @@ class QuerySlices:
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
             out = (
                 self._attention(
-                    query, key, value, slice_mask(self._mask, self._causal, rows, stop, self._q.device)
+                    query, key, value, slice_mask(self._mask, self.is_causal, rows, stop, self._q.device)
                 )
                 .permute(2, 0, 1, 3)
                 .flatten(2)

@@ -43,7 +43,8 @@ class AttentionReduceScatter(torch.autograd.Function):
         header = how.header(call, q.dtype, ctx.needs_input_grad[4:])
         attended = q.new_empty(slices.total, q.shape[1], queries.features)
         with how.peers.resume(call):
-            scatter = Scatter(call, header, shape, slices, q.device, check=how.check)
+            window = call.peers.world_size if queries.is_causal else 2
+            scatter = Scatter(call, header, shape, slices, q.device, check=how.check, window=window)
             for piece in scatter.pieces():
                 attended[piece.rows] = queries.output(piece.rows)
                 partial = q.new_empty(len(attended[piece.rows]), *shape[1:])

@@ -37,7 +37,7 @@ def test_a_scatter_has_no_more_in_flight_than_documented(ranks: Ranks, num_subsl
     for most in ranks.run(4, sequence_cases.most_in_flight, "ring", num_subslices):
         assert most == 2 * slice_elements
     for most in ranks.run(4, sequence_cases.most_in_flight, "direct", num_subslices):
-        assert most == 2 * (slice_elements + one_subslice)
+        assert most == 2 * (2 * slice_elements + one_subslice)
 
 
 def test_the_state_of_a_group_goes_with_it(ranks: Ranks) -> None:
