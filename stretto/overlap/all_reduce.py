@@ -80,9 +80,9 @@ def matmul_all_reduce_start(
     peers = peers_of(group)
     with peers.call("matmul_all_reduce") as call:
         check_linear(x, [weight], [bias], 0)
-        how = checked_how(peers, schedule, num_subslices, check)
+        how = checked_how(peers, schedule, num_subslices, check, needed(x, weight, bias))
         rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
-        header = how.header(call, x.dtype, needed(x, weight, bias))
+        header = how.header(call, x.dtype)
         shape = (rows.shape[0], 1, weight.shape[0])
         slices = scattered_slices(call, how, header, shape, None, x)
     pending = Pending(call)
@@ -148,8 +148,7 @@ def replicate_matmul(
 
     Gradients:
         x: summed over ranks, bitwise the same on every rank; the sums go round while the weights' gradients
-            are
-        computed. weights, biases: local.
+            are computed. weights, biases: local.
 
     Raises:
         As `all_gather_matmul`.
@@ -158,7 +157,7 @@ def replicate_matmul(
     bs = list(biases) if biases is not None else [None] * len(weights)
     with peers.call("replicate_matmul"):
         check_linear(x, weights, bs, 0)
-        how = checked_how(peers, schedule, num_subslices, check)
+        how = checked_how(peers, schedule, num_subslices, check, needed(x, *weights, *bs))
     rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
     if schedule == "plain":
         outs = reference.replicate_matmul(rows, weights, group, bs)

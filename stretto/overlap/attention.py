@@ -88,8 +88,7 @@ def matmul_all_to_all(
 
     Gradients:
         x: whole; head groups' parts are added as they arrive, own first. weights and biases: the part of this
-            rank's
-        rows; sum them over the group, as for any weight that every rank holds.
+            rank's rows; sum them over the group, as for any weight that every rank holds.
 
     Raises:
         As `all_gather_matmul`.
@@ -98,7 +97,7 @@ def matmul_all_to_all(
     bs = list(biases) if biases is not None else [None] * len(weights)
     with peers.call("matmul_all_to_all") as call:
         check_linear(x, weights, bs, 1)
-        how = checked_how(peers, schedule, num_subslices, check, ring=False)
+        how = checked_how(peers, schedule, num_subslices, check, needed(x, *weights, *bs), ring=False)
         if len(features) != len(weights):
             raise ValueError(f"{len(features)} splits of features for {len(weights)} weights")
         cuts = tuple(Slices(sizes_from(f, peers.world_size)) for f in features)
@@ -108,7 +107,7 @@ def matmul_all_to_all(
                     f"features={cut.sizes} add up to {cut.total}, but the weight has {len(weight)}"
                 )
         rows = rows_first(x, 1)
-        header = how.header(call, x.dtype, needed(x, *weights, *bs))
+        header = how.header(call, x.dtype)
         layout = Layout(gathered_slices(call, how, header, rows, sizes), cuts)
     if schedule == "plain":
         out = reference.matmul_all_to_all(
@@ -177,7 +176,7 @@ def attention_all_to_all(
         check_heads(q, k, v)
         if bias is not None and weight is None:
             raise ValueError("a bias without a weight has nothing to be added to; give both or neither")
-        how = checked_how(peers, schedule, num_subslices, check, ring=False)
+        how = checked_how(peers, schedule, num_subslices, check, needed(q, k, v, weight, bias), ring=False)
         counts = sizes_from([q.shape[2]] * peers.world_size if heads is None else heads, peers.world_size)
         if counts[peers.rank] != q.shape[2]:
             raise ValueError(f"heads[{peers.rank}]={counts[peers.rank]} but q has {q.shape[2]} heads")
@@ -185,7 +184,7 @@ def attention_all_to_all(
         if weight is not None:
             check_linear(q.new_empty(1, groups.total), [weight], [bias], 0)
         q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
-        header = how.header(call, q.dtype, needed(q, k, v, weight, bias))
+        header = how.header(call, q.dtype)
         rows = scattered_slices(call, how, header, (len(q), q.shape[1]), sizes, q)
     if schedule == "plain":
         attended = reference.attend(q, k, v, attention, attn_mask, is_causal)
@@ -245,9 +244,9 @@ def attention_reduce_scatter(
     with peers.call("attention_reduce_scatter") as call:
         check_heads(q, k, v)
         check_linear(q.new_empty(1, q.shape[2] * v.shape[3]), [weight], [bias], 0)
-        how = checked_how(peers, schedule, num_subslices, check)
+        how = checked_how(peers, schedule, num_subslices, check, needed(q, k, v, weight, bias))
         q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
-        header = how.header(call, q.dtype, needed(q, k, v, weight, bias))
+        header = how.header(call, q.dtype)
         slices = scattered_slices(call, how, header, (len(q), q.shape[1], len(weight)), sizes, q)
     if schedule == "plain":
         attended = reference.attend(q, k, v, attention, attn_mask, is_causal)

@@ -31,7 +31,7 @@ class AllGatherMatmul(torch.autograd.Function):
     ) -> Any:
         """Each slice is multiplied as it arrives, own first."""
         weights, biases = rest[:num_weights], rest[num_weights:]
-        header = how.header(call, x.dtype, ctx.needs_input_grad[4:])
+        header = how.header(call, x.dtype)
         kept = x.new_empty(slices.total, *x.shape[1:]) if how.keep_gathered else None
         outs = [x.new_empty(slices.total, x.shape[1], len(weight)) for weight in weights]
         with how.peers.resume(call):
@@ -69,7 +69,7 @@ def _input_and_weight_gradients(
     sums: Sequence[WeightGradient | None],
 ) -> Tensor | None:
     how, slices = ctx.how, ctx.slices
-    header = how.header(call, x.dtype, ctx.needs_input_grad[4:])
+    header = how.header(call, x.dtype)
     scatter = None
     if ctx.needs_input_grad[4]:
         scatter = Scatter(call, header, (slices.total, *x.shape[1:]), slices, x.device, check=how.check)
@@ -127,7 +127,7 @@ def _summed_input_gradient(
 ) -> Tensor:
     how = ctx.how
     slices = Slices(tuple(slice_sizes(x.shape[0], call.peers.world_size)), how.num_subslices)
-    header = how.header(call, x.dtype, ctx.needs_input_grad[2:])
+    header = how.header(call, x.dtype)
     scatter = Scatter(call, header, tuple(x.shape), slices, x.device, check=how.check)
     for piece in scatter.pieces():
         scatter.put(piece, input_partial(grads, weights, piece.rows))

@@ -45,13 +45,15 @@ class How:
     schedule: Schedule
     num_subslices: int
     check: bool
+    gradients: tuple[bool, ...]
+    """Which inputs need one, outside of `torch.no_grad`."""
     keep_gathered: bool = False
 
-    def header(self, call: Call, dtype: torch.dtype, gradients: Sequence[bool]) -> Header:
+    def header(self, call: Call, dtype: torch.dtype) -> Header:
         """The part of the headers that is the same for all steps of a call."""
         n, s = self.num_subslices, self.schedule
         return Header(
-            call.operation, call.number, "gather", 0, (), dtype, n, s, tuple(gradients), self.keep_gathered
+            call.operation, call.number, "gather", 0, (), dtype, n, s, self.gradients, self.keep_gathered
         )
 
 
@@ -60,6 +62,7 @@ def checked_how(
     schedule: str,
     num_subslices: int,
     check: bool,
+    gradients: tuple[bool, ...],
     keep_gathered: bool = False,
     *,
     ring: bool = True,
@@ -70,7 +73,7 @@ def checked_how(
         raise ValueError(f"schedule={schedule!r} is not one of {', '.join(map(repr, known))}")
     if num_subslices < 1:
         raise ValueError(f"num_subslices={num_subslices} must be at least 1")
-    return How(peers, schedule, num_subslices, check, keep_gathered)  # type: ignore[arg-type]
+    return How(peers, schedule, num_subslices, check, gradients, keep_gathered)  # type: ignore[arg-type]
 
 
 def check_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dim: int) -> int:

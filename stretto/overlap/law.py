@@ -57,8 +57,8 @@ class Choice:
 
     def __str__(self) -> str:
         return (
-            f"{self.schedule}, num_subslices={self.num_subslices}: {self.predicted_s * 1e3:.3g} ms predicted, "
-            f"plain {self.plain_s * 1e3:.3g} ms"
+            f"{self.schedule}, num_subslices={self.num_subslices}: {self.predicted_s * 1e3:.3g} ms "
+            f"predicted, plain {self.plain_s * 1e3:.3g} ms"
         )
 
 

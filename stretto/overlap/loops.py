@@ -125,9 +125,8 @@ class Scatter:
     `window` steps later, so that ranks whose products take unequally long do not wait for each other at every
     step. On the ring running sums travel, and are rounded to the dtype on the wire at every hop.
 
-    Buffers: the sum of the own slice; and sent and received, one slice each on the ring, `window` slices and
-        a
-    sub-slice each when direct.
+    Buffers are the sum of the own slice and what is sent and received: one slice each on the ring, `window`
+    slices and a sub-slice each when direct.
     """
 
     def __init__(

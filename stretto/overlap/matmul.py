@@ -108,9 +108,9 @@ def all_gather_matmul(
     peers = peers_of(group)
     with peers.call("all_gather_matmul") as call:
         dim = check_linear(x, ws, bs, dim)
-        how = checked_how(peers, schedule, num_subslices, check, keep_gathered)
+        how = checked_how(peers, schedule, num_subslices, check, needed(x, *ws, *bs), keep_gathered)
         rows = rows_first(x, dim)
-        header = how.header(call, x.dtype, needed(x, *ws, *bs))
+        header = how.header(call, x.dtype)
         slices = gathered_slices(call, how, header, rows, sizes)
     if schedule == "plain":
         outs = reference.all_gather_matmul(rows, ws, group, bs, slices.sizes)
@@ -161,9 +161,9 @@ def matmul_reduce_scatter(
     peers = peers_of(group)
     with peers.call("matmul_reduce_scatter") as call:
         dim = check_linear(x, [weight], [bias], dim)
-        how = checked_how(peers, schedule, num_subslices, check)
+        how = checked_how(peers, schedule, num_subslices, check, needed(x, weight, bias))
         rows = rows_first(x, dim)
-        header = how.header(call, x.dtype, needed(x, weight, bias))
+        header = how.header(call, x.dtype)
         shape = (rows.shape[0], rows.shape[1], weight.shape[0])
         slices = scattered_slices(call, how, header, shape, sizes, x)
     if schedule == "plain":

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,6 @@ class Peers:
         self.store: dist.Store = group.get_group_store()
         self.num_calls = 0
         self.fault = ""
-        self.said: set[str] = set()
         self.unfinished: list[Transfer] = []
 
     @property
@@ -80,7 +80,10 @@ class Peers:
                 place = f"rank {self.rank} of {self.world_size}, {call.operation}, call {call.number}"
                 refuse(self.store, f"{place}: {error}", call.number)
                 raise
-            call.fail(f"{type(error).__name__}: {error}", error)
+            message = call.end(f"{type(error).__name__}: {error}")
+            if isinstance(error, Exception):
+                raise PeerError(message) from error
+            raise
 
 
 _peers: "weakref.WeakKeyDictionary[dist.ProcessGroup, Peers]" = weakref.WeakKeyDictionary()
@@ -161,8 +164,12 @@ class Call:
         while self._in_flight:
             self.wait(self._in_flight[0])
 
-    def fail(self, cause: str, error: BaseException | None = None) -> None:
-        """End the group: enter the fault in its store, hang up, raise with the first fault of all ranks."""
+    def fail(self, cause: str, error: BaseException | None = None) -> NoReturn:
+        """End the group and raise."""
+        raise PeerError(self.end(cause)) from error
+
+    def end(self, cause: str) -> str:
+        """End the group: enter the fault in its store, hang up; a message with all ranks' first fault."""
         peers = self.peers
         place = f"rank {peers.rank} of {peers.world_size}, {self.operation}, call {self.number}"
         mine = f"{place}, {self.position}: {cause}"
@@ -170,7 +177,7 @@ class Call:
         peers.unfinished += self._in_flight
         hang_up(peers.group, peers.rank, peers.world_size)
         seen = "" if peers.fault == mine else f"; seen here: {mine}"
-        raise PeerError(f"{peers.fault}{seen}; this group is dead and must be made anew") from error
+        return f"{peers.fault}{seen}; this group is dead and must be made anew"
 
     def exchange_sizes(self, header: Header, device: torch.device) -> list[int]:
         """The number of rows of every rank's slice, from one header to and from every peer.

@@ -40,7 +40,7 @@ class AttentionReduceScatter(torch.autograd.Function):
     ) -> Tensor:
         """Others' queries first, own last."""
         shape = (slices.total, q.shape[1], len(weight))
-        header = how.header(call, q.dtype, ctx.needs_input_grad[4:])
+        header = how.header(call, q.dtype)
         attended = q.new_empty(slices.total, q.shape[1], queries.features)
         with how.peers.resume(call):
             window = call.peers.world_size if queries.is_causal else 2
@@ -63,7 +63,7 @@ class AttentionReduceScatter(torch.autograd.Function):
         dw = WeightGradient(weight) if needs_w else None
         db = BiasGradient(bias, slices) if needs_b else None
         with how.peers.call("attention_reduce_scatter backward") as call:
-            header = how.header(call, weight.dtype, ctx.needs_input_grad[4:])
+            header = how.header(call, weight.dtype)
             for piece, dy in gather(call, header, grads[0].contiguous(), slices, check=how.check):
                 queries.backward(piece.rows, (dy.flatten(0, 1) @ weight).view(*dy.shape[:2], weight.shape[1]))
                 if dw is not None:

@@ -24,14 +24,13 @@ def _scattered(
     call: Call,
     how: How,
     slices: Slices,
-    gradients: tuple[bool, ...],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
     """The own rows of x times weight summed over ranks, plus bias: others' rows are computed first."""
     shape = (slices.total, x.shape[1], weight.shape[0])
-    scatter = Scatter(call, how.header(call, x.dtype, gradients), shape, slices, x.device, check=how.check)
+    scatter = Scatter(call, how.header(call, x.dtype), shape, slices, x.device, check=how.check)
     for piece in scatter.pieces():
         rows = x[piece.rows]
         scatter.put(piece, output(rows, weight, None, x.new_empty(*rows.shape[:2], weight.shape[0])))
@@ -49,7 +48,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         ctx.how, ctx.slices = how, slices
         ctx.save_for_backward(x, weight, bias)
         with how.peers.resume(call):
-            return _scattered(call, how, slices, ctx.needs_input_grad[3:], x, weight, bias)
+            return _scattered(call, how, slices, x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -62,7 +61,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         dw = WeightGradient(weight) if needs_w else None
         db = BiasGradient(bias, slices) if needs_b else None
         with how.peers.call("matmul_reduce_scatter backward") as call:
-            header = how.header(call, x.dtype, ctx.needs_input_grad[3:])
+            header = how.header(call, x.dtype)
             for piece, dy in gather(call, header, grads[0].contiguous(), slices, check=how.check):
                 if dx is not None:
                     torch.mm(dy.flatten(0, 1), weight, out=dx[piece.rows].flatten(0, 1))
@@ -89,11 +88,10 @@ class MatmulAllReduce(torch.autograd.Function):
     ) -> Tensor:
         """Sums are scattered to the owners of rows, who send them to everyone; `transfers` gets these."""
         ctx.save_for_backward(x, weight)
-        needed = ctx.needs_input_grad[4:]
         out = x.new_empty(slices.total, x.shape[1], weight.shape[0])
         with how.peers.resume(call):
-            own = _scattered(call, how, slices, needed, x, weight, bias)
-            header = how.header(call, x.dtype, needed)
+            own = _scattered(call, how, slices, x, weight, bias)
+            header = how.header(call, x.dtype)
             transfers += send_everywhere(call, header, own, slices, out, check=how.check)
         return out
 

@@ -72,7 +72,7 @@ class MatmulAllToAll(torch.autograd.Function):
             num_subslices=rows.num_subslices,
             device=x.device,
         )
-        header = how.header(call, x.dtype, (ctx.needs_input_grad[3], *ctx.needs_input_grad[5:]))
+        header = how.header(call, x.dtype)
         with how.peers.resume(call):
             for peer, s, piece in own_last(call, header, trade, check=how.check):
                 if peer == rank:
@@ -105,7 +105,7 @@ class MatmulAllToAll(torch.autograd.Function):
             device=x.device,
         )
         with how.peers.call("matmul_all_to_all backward") as call:
-            header = how.header(call, x.dtype, (needs_x, *needs_rest))
+            header = how.header(call, x.dtype)
             for peer, s, piece in own_first(call, header, trade, check=how.check):
                 mine = x[rows.local(rank, s)].flatten(0, 1)
                 for (features, columns), weight, dw, db in zip(layout.parts(peer), weights, dws, dbs):
@@ -147,7 +147,7 @@ class AttentionAllToAll(torch.autograd.Function):
             num_subslices=rows.num_subslices,
             device=q.device,
         )
-        header = how.header(call, q.dtype, ctx.needs_input_grad[4:])
+        header = how.header(call, q.dtype)
         joined = q.new_empty(own, batch, heads.total)
         y = None
         if weight is not None:
@@ -190,7 +190,7 @@ class AttentionAllToAll(torch.autograd.Function):
         )
         dw = db = None
         with how.peers.call("attention_all_to_all backward") as call:
-            header = how.header(call, grad.dtype, ctx.needs_input_grad[4:])
+            header = how.header(call, grad.dtype)
             for peer, s, piece in own_first(call, header, trade, check=how.check):
                 if peer == rank and s == 0 and ctx.needs_input_grad[7]:
                     dw = grad.flatten(0, 1).t() @ joined.flatten(0, 1)

@@ -50,6 +50,7 @@ def disagree(how: str, bad: int) -> Ends:
             "num_subslices": lambda: square(group, num_subslices=2 if odd else 1),
             "schedule": lambda: square(group, schedule="ring" if odd else "direct"),
             "plain": lambda: square(group, schedule="plain" if odd else "direct"),
+            "no_grad": lambda: with_grad_mode(not odd, lambda: square(group, grad=True)),
             "gradients": lambda: square(group, grad=odd),
             "keep_gathered": lambda: square(group, grad=True, keep_gathered=odd),
             "sizes": lambda: square(group, sizes=[4] * dist.get_world_size() if odd else "exchange"),
@@ -69,6 +70,11 @@ def disagree(how: str, bad: int) -> Ends:
         }
         kind, text = ends(calls[how])
         return kind, text, ends(lambda: square(group))[1]
+
+
+def with_grad_mode(enabled: bool, call: Callable[[], object]) -> None:
+    with torch.set_grad_enabled(enabled):
+        call()
 
 
 def refuse(how: str) -> tuple[str, str, bool]:

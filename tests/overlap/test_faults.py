@@ -15,6 +15,7 @@ DISAGREEMENTS = {
     "schedule": "'schedule'",
     "plain": "'lane'",
     "gradients": "'gradients'",
+    "no_grad": "'gradients'",
     "keep_gathered": "'keep_gathered'",
     "sizes": "'lane'",
     "dtype": "'dtype'",
