@@ -94,11 +94,7 @@ class Ranks:
         return outcomes
 
     def close(self) -> None:
-        """End every child; the next `run` spawns new ones.
-
-        Also for tests that put a mesh on some of the world's ranks: DTensor's caches outlive a world, and
-        take such a mesh for an equal one of an earlier, smaller world.
-        """
+        """End every child; the next `run` spawns new ones."""
         for child in self._children:
             if child is not None:
                 child.end()

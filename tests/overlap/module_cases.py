@@ -189,17 +189,21 @@ def beside_torch_styles(mixed: bool) -> None:
 
 
 def with_data_parallel() -> None:
-    """Tensor-sequence parallel inside, data parallel outside, on a 2 x N/2 mesh."""
+    """Tensor-sequence parallel over every other rank, data parallel over neighbours.
+
+    (Not the other way round: DTensor's caches outlive a world, and would take a mesh of the first ranks for
+    an equal one of an earlier, smaller world.)
+    """
     n, rank = dist.get_world_size() // 2, dist.get_rank()
-    inner = [dist.new_group([0 + n * i + j for j in range(n)]) for i in range(2)][rank // n]
-    outer = [dist.new_group([j, n + j]) for j in range(n)][rank % n]
+    inner = [dist.new_group([2 * j + i for j in range(n)]) for i in range(2)][rank % 2]
+    outer = [dist.new_group([2 * j, 2 * j + 1]) for j in range(n)][rank // 2]
     whole, mine = plain_model(), plain_model()
     parallelize(mine, PLAN, inner)
     reducer = GradientReducer(mine, outer, bucket_bytes=300)
     draw = Draw(6)
     x = draw(4, 3 * n, WIDTH)
     whole(x).square().sum().div(2).backward()
-    own = x[2 * (rank // n) :][:2].split(3, 1)[rank % n]
+    own = x[2 * (rank % 2) :][:2].split(3, 1)[rank // 2]
     mine(own).square().sum().backward()
     reducer.finish()
     reducer.close()

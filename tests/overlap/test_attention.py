@@ -3,17 +3,15 @@
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
 
 from overlap import attention_cases
+from overlap.examples import few
 from stretto.overlap import split_heads
 
 WORLDS = [1, 2, 3, 4, 5, 8]
-few = settings(
-    deadline=None, derandomize=True, database=None, max_examples=10, phases=[Phase.explicit, Phase.generate]
-)
 
 
 @st.composite
@@ -38,7 +36,7 @@ def cases(draw: st.DrawFn, num_ranks: int) -> dict[str, Any]:
 @pytest.mark.parametrize("num_ranks", WORLDS)
 @pytest.mark.parametrize("layer", ["ulysses", "query_split"])
 def test_attention_equals_one_process(ranks: Ranks, num_ranks: int, layer: str) -> None:
-    @few
+    @few(num_ranks, 10)
     @given(cases(num_ranks))
     def check(case: dict[str, Any]) -> None:
         if layer == "query_split" and case["schedule"] == "direct" and case["seed"] % 2:

@@ -3,18 +3,16 @@
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
 from torch import nn
 
 from overlap import gradient_cases
+from overlap.examples import few
 from stretto.overlap import GradientReducer
 
 WORLDS = [1, 2, 3, 4, 5, 8]
-few = settings(
-    deadline=None, derandomize=True, database=None, max_examples=4, phases=[Phase.explicit, Phase.generate]
-)
 cases = st.fixed_dictionaries(
     {
         "bucket_bytes": st.sampled_from([1, 200, 1 << 20]),
@@ -28,7 +26,7 @@ cases = st.fixed_dictionaries(
 @pytest.mark.parametrize("num_ranks", WORLDS)
 @pytest.mark.parametrize("way", ["summed", "sharded", "late_bound", "two_sums"])
 def test_reduced_gradients_equal_one_process(ranks: Ranks, num_ranks: int, way: str) -> None:
-    @few
+    @few(num_ranks, 4)
     @given(cases)
     def check(case: dict[str, Any]) -> None:
         ranks.run(num_ranks, getattr(gradient_cases, way), case)

@@ -3,17 +3,15 @@
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
 
 from overlap import matmul_cases
+from overlap.examples import few
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 several_worlds = pytest.mark.parametrize("num_ranks", WORLDS)
-few = settings(
-    deadline=None, derandomize=True, database=None, max_examples=20, phases=[Phase.explicit, Phase.generate]
-)
 
 
 @st.composite
@@ -49,7 +47,7 @@ def cases(draw: st.DrawFn, num_ranks: int) -> dict[str, Any]:
 @several_worlds
 @pytest.mark.parametrize("operation", ["column", "row", "all_reduce", "replicate"])
 def test_a_product_equals_one_process(ranks: Ranks, num_ranks: int, operation: str) -> None:
-    @few
+    @few(num_ranks, 36)
     @given(cases(num_ranks))
     def check(case: dict[str, Any]) -> None:
         ranks.run(num_ranks, getattr(matmul_cases, operation), case)

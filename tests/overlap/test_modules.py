@@ -3,16 +3,14 @@
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
 
 from overlap import module_cases
+from overlap.examples import few
 
 WORLDS = [1, 2, 3, 4, 5, 8]
-few = settings(
-    deadline=None, derandomize=True, database=None, max_examples=5, phases=[Phase.explicit, Phase.generate]
-)
 cases = st.fixed_dictionaries(
     {
         "sequence": st.booleans(),
@@ -28,7 +26,7 @@ cases = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("num_ranks", WORLDS)
 def test_a_parallel_model_equals_the_plain_one(ranks: Ranks, num_ranks: int) -> None:
-    @few
+    @few(num_ranks, 5)
     @given(cases)
     def check(case: dict[str, Any]) -> None:
         ranks.run(num_ranks, module_cases.trained, case)
@@ -58,9 +56,7 @@ def test_styles_work_beside_those_of_torch_with_the_exact_clip_norm(
 
 
 def test_tensor_and_data_parallel_compose(ranks: Ranks) -> None:
-    ranks.close()
     ranks.run(4, module_cases.with_data_parallel)
-    ranks.close()
 
 
 def test_layers_can_be_built_by_hand_and_frozen(ranks: Ranks) -> None:
