@@ -19,6 +19,7 @@ from stretto.overlap.gradients import GradientReducer
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear
 from stretto.overlap.plans import OverlapColwise, OverlapRowwise, parallelize
+from stretto.overlap.weights import weight_gather_matmul
 
 __all__ = [
     "ColumnLinear",
@@ -42,4 +43,5 @@ __all__ = [
     "replicate_matmul",
     "scaled_dot_product_attention",
     "split_heads",
+    "weight_gather_matmul",
 ]

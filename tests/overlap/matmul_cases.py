@@ -17,6 +17,7 @@ from stretto.overlap import (
     matmul_all_reduce_start,
     matmul_reduce_scatter,
     replicate_matmul,
+    weight_gather_matmul,
 )
 
 TOLERANCE = 1e-12
@@ -150,6 +151,33 @@ def all_reduce(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> 
     same("weight.grad", my_w.grad, part(weight.grad, ks, -1))
     if bias is not None:
         same("bias.grad", my_b.grad, bias.grad)
+
+
+def weight_gather(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """weight_gather_matmul: rows[r] rows of the weight on rank r, and data of its own on every rank."""
+    group = group or dist.group.WORLD
+    part = part_of(group)
+    draw, rows, n = Draw(case["seed"]), case["rows"], len(case["rows"])
+    needs_x, needs_w, _ = case["needs"]
+    weight = leaf(draw(sum(rows), case["k"]), needs_w)
+    data = draw(n, *case["inner"], 2, case["k"])
+    x = leaf(data, needs_x)
+    y = F.linear(x, weight)
+    load = draw(*y.shape)
+    if y.requires_grad:
+        (y * load).sum().backward()
+
+    rank = dist.get_rank(group)
+    mine, my_w = leaf(data[rank], needs_x), leaf(part(weight, rows, 0), needs_w)
+    sizes = {"exchange": "exchange", "given": rows, "equal": None}[case["sizes"]]
+    out = weight_gather_matmul(mine, my_w, group, sizes=sizes, **settings_of(case, "keep_gathered"))
+    same("y", out, y[rank])
+    if out.requires_grad:
+        (out * load[rank]).sum().backward()
+    if needs_x:
+        same("x.grad", mine.grad, x.grad[rank])
+    if needs_w:
+        same("weight.grad", my_w.grad, part(weight.grad, rows, 0))
 
 
 def replicate(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:

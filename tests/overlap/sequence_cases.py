@@ -12,7 +12,13 @@ from overlap import matmul_cases
 from stretto.overlap import all_gather_matmul, matmul_all_reduce_start, matmul_reduce_scatter
 from stretto.overlap.p2p import Call, Peers, Transfer, peers_of
 
-OPERATIONS = (matmul_cases.column, matmul_cases.row, matmul_cases.all_reduce, matmul_cases.replicate)
+OPERATIONS = (
+    matmul_cases.column,
+    matmul_cases.row,
+    matmul_cases.all_reduce,
+    matmul_cases.replicate,
+    matmul_cases.weight_gather,
+)
 
 
 def random_case(draw: random.Random, num_ranks: int) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn, num_ranks: int) -> dict[str, Any]:
 
 
 @several_worlds
-@pytest.mark.parametrize("operation", ["column", "row", "all_reduce", "replicate"])
+@pytest.mark.parametrize("operation", ["column", "row", "all_reduce", "replicate", "weight_gather"])
 def test_a_product_equals_one_process(ranks: Ranks, num_ranks: int, operation: str) -> None:
     @few(num_ranks, 36)
     @given(cases(num_ranks))
