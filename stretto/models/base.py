@@ -1,10 +1,10 @@
-"""What every model adapter is, and the two things all of them share: classifier-free guidance and negative prompts.
+"""What every model adapter is, and what all of them share: classifier-free guidance and negative prompts.
 
-An adapter wraps one frozen pipeline and its trainable transformer behind four methods (encode, velocity, decode,
-parallel_plan). The hazard: guidance runs both branches in ONE forward of 2b rows, so whatever looks at rows (per-sample
-gradients, forward counters) must know that row r belongs to sample r % b. Guidance is written as w*c + (1-w)*u, which
-shows the two cotangents: w to the conditional branch, 1-w to the unconditional one (Ho and Salimans, arXiv 2207.12598,
-with their 1+w called w).
+An adapter wraps a frozen pipeline and its transformer behind four methods (encode, velocity, decode,
+parallel_plan). The hazard: guidance runs both branches in ONE forward of 2b rows, so whatever looks at rows
+(per-sample gradients, forward counters) must know that row r belongs to sample r % b. Guidance is written
+w*c + (1-w)*u, which shows the two cotangents: w to the conditional branch, 1-w to the unconditional one (Ho and
+Salimans, arXiv 2207.12598, whose 1+w is this w).
 """
 
 import importlib.util
@@ -14,21 +14,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Adapter", "Condition", "encode_guided", "guided_velocity", "require_extra"]
+from stretto.policy.rollout import Condition, Velocity
 
-Condition = dict[str, Tensor]
-"""Row i of every tensor conditions latent row i. Keys that start with `negative_` are the unconditional branch."""
+__all__ = ["Adapter", "Condition", "Velocity", "encode_guided", "guided_velocity", "require_extra"]
 
 
 class Adapter(Protocol):
-    """One flow model behind four methods. `copy.copy(adapter)` with another `transformer` must work as an adapter."""
+    """One flow model behind four methods. `copy.copy(adapter)` with another `transformer` is an adapter too."""
 
     transformer: torch.nn.Module
     """The only module that is trained; always in eval mode."""
     latent_shape: tuple[int, ...]
     """One sample's latent: (tokens, channels) for packed FLUX, (C, F, H, W) for Wan."""
     num_tokens: int
-    """Length of the image sequence inside the transformer: what a resolution-dependent sigma shift looks at."""
+    """Image tokens inside the transformer: what a resolution-dependent sigma shift looks at."""
     scheduler_config: dict[str, Any]
     """The diffusers scheduler's config; {} where there is none."""
     prompts: list[str]
@@ -36,22 +35,22 @@ class Adapter(Protocol):
     lora_targets: list[str]
     """Default LoRA targets, as `attach_lora` reads them."""
     rows_per_sample: int
-    """Transformer rows a latent row costs: 2 under classifier-free guidance, else 1."""
+    """Transformer rows one latent row costs: 2 under classifier-free guidance, else 1."""
 
     def encode(self, prompts: list[str]) -> Condition:
-        """One row a prompt, deterministic, without gradient; a row does not depend on the other prompts."""
+        """One row a prompt, without gradient, deterministic; a row does not depend on the other prompts."""
 
     def velocity(self, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
-        """Latents (B, *latent_shape) and sigma (B,) in [0, 1], both float32 -> velocity like latents, float32.
+        """Latents (B, *latent_shape), sigma (B,) in [0, 1] -> velocity (B, *latent_shape) in the latents' dtype.
 
         Calls the transformer once; differentiable in its weights and in latents, through both guidance branches.
         """
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents (B, *latent_shape) -> float32 in [0, 1]: (B, C, H, W), or (B, F, C, H, W) for video. No gradient."""
+        """Latents (B, *latent_shape) -> float32 in [0, 1], no gradient: (B, C, H, W), video (B, F, C, H, W)."""
 
     def parallel_plan(self) -> dict[str, str]:
-        """Module-name pattern -> "column", "row" or "packed_row": how linears would be split over ranks."""
+        """Module-name pattern -> "column", "row" or "packed_row": how its linears split over ranks."""
 
 
 def guided_velocity(
@@ -61,9 +60,10 @@ def guided_velocity(
     sigma: Tensor,
     condition: Condition,
 ) -> Tensor:
-    """Velocity (b, ...) under classifier-free guidance, by one call of `forward` (on 2b rows unless guidance is 1).
+    """Velocity (b, ...) under classifier-free guidance `guidance`, by one call of `forward`.
 
-    `forward(latents, sigma, condition)` is the plain model on its rows; it gets the condition without `negative_` keys.
+    `forward(latents, sigma, condition)` is the plain model on its rows: b of them where guidance is 1, else 2b
+    (conditional, then unconditional). It gets the condition without its `negative_` keys.
     """
     positive = {name: value for name, value in condition.items() if not name.startswith("negative_")}
     if guidance == 1.0:
@@ -78,26 +78,24 @@ def guided_velocity(
 def encode_guided(
     encode_one: Callable[[str], Condition], guidance: float, prompts: list[str], negative_prompt: str
 ) -> Condition:
-    """Encode each prompt alone (`encode_one` gives tensors of one row) and stack the rows.
+    """Encode each distinct prompt alone (`encode_one` gives tensors of one row) and stack the rows.
 
-    Unless guidance is 1, every key gets a `negative_` twin of as many rows, all of them `negative_prompt`.
+    Unless guidance is 1, every key gets a `negative_` twin with as many rows, all of them `negative_prompt`.
     """
     if not prompts:
         raise ValueError("no prompts to encode; give at least one")
     encoded = {prompt: encode_one(prompt) for prompt in dict.fromkeys(prompts)}
-    condition = {
-        name: torch.cat([encoded[prompt][name] for prompt in prompts]) for name in encoded[prompts[0]]
-    }
+    names = list(encoded[prompts[0]])
+    condition = {name: torch.cat([encoded[prompt][name] for prompt in prompts]) for name in names}
     if guidance != 1.0:
-        for name, row in encode_one(negative_prompt).items():
-            condition[f"negative_{name}"] = row.repeat(len(prompts), *[1] * (row.ndim - 1))
+        negative = encode_one(negative_prompt)
+        condition |= {f"negative_{name}": torch.cat([negative[name]] * len(prompts)) for name in names}
     return condition
 
 
 def require_extra() -> None:
-    """Raise a ValueError with the command to run, unless the packages of the `train` extra are installed."""
-    missing = [
-        name for name in ("diffusers", "transformers", "peft") if importlib.util.find_spec(name) is None
-    ]
+    """Raise a ValueError with the command to run unless the packages of the `train` extra are installed."""
+    packages = ("diffusers", "transformers", "peft")
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f'{", ".join(missing)} not installed; run: pip install "stretto[train]"')
