@@ -104,9 +104,7 @@ class Policy:
         if self.objective.kl_beta and self.reference is None:
             raise ValueError(f"kl_beta = {self.objective.kl_beta} needs a reference policy")
         if self.objective.guard and self.process.dynamics == "cps":
-            raise ValueError(
-                "guard levels the 1/std^2 of a log-probability, which cps does not have; turn it off"
-            )
+            raise ValueError("guard levels the 1/std^2 of a log-probability, which cps does not have; turn it off")
         self.counter = WorkCounter(self.module, self.rows_per_sample)
 
     @property

@@ -56,9 +56,7 @@ class Process:
             raise ValueError(f"sigmas must fall strictly from 1 to 0, got {values.tolist()}")
         self.sigmas, self.dynamics, self.noise_level = values, dynamics, noise_level
         self.noise_untrained = noise_untrained
-        stochastic = [
-            _stochastic_step(dynamics, values.tolist(), i, noise_level) for i in range(len(values) - 1)
-        ]
+        stochastic = [_stochastic_step(dynamics, values.tolist(), i, noise_level) for i in range(len(values) - 1)]
         self._stochastic = {
             name: torch.tensor([getattr(s, name) for s in stochastic], dtype=torch.float64)
             for name in ("latent", "velocity", "std", "noise_std")
@@ -115,9 +113,7 @@ class Process:
         Source: GRPO-Guard (arXiv 2510.22319). Refused for CPS, whose log-probability has no 1/std^2 to level.
         """
         if self.dynamics == "cps":
-            raise ValueError(
-                "guard levels the 1/std^2 of a log-probability, which cps does not have; turn it off"
-            )
+            raise ValueError("guard levels the 1/std^2 of a log-probability, which cps does not have; turn it off")
         squared = (mean - mean_old).square().flatten(1).mean(dim=1)
         noise_std = self._stochastic["noise_std"][steps]
         b = squared / (2 * noise_std.square()).to(squared)

@@ -47,9 +47,7 @@ def pipeline(num_steps: int, num_tokens: int, scheduler_config: Mapping[str, Any
     if scheduler_config.get("use_dynamic_shifting"):
         points = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64)
         mu = _mu(num_tokens, scheduler_config)
-        factor = (
-            math.exp(mu) if scheduler_config.get("time_shift_type", "exponential") == "exponential" else mu
-        )
+        factor = math.exp(mu) if scheduler_config.get("time_shift_type", "exponential") == "exponential" else mu
     else:
         factor = float(scheduler_config.get("flow_shift", scheduler_config.get("shift", 1.0)))
         lowest = 1 / int(scheduler_config.get("num_train_timesteps", 1000))

@@ -66,9 +66,7 @@ class TrainedStepsRule:
                     f"trained_steps.steps = {list(self.steps)}: list distinct steps in 0..{num_steps - 1}, at least one"
                 )
         elif num_steps < 2:
-            raise ValueError(
-                f"sampling.steps = {num_steps}: the last step is never trained, so take at least 2"
-            )
+            raise ValueError(f"sampling.steps = {num_steps}: the last step is never trained, so take at least 2")
         elif self.rule.endswith("window") and not 1 <= self.size <= num_steps - 1:
             raise ValueError(
                 f"trained_steps.size = {self.size}: a window of a {num_steps}-step trajectory holds 1 to "

@@ -146,9 +146,7 @@ class Schedule(ABC):
         """
 
     @abstractmethod
-    def update(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float
-    ) -> UpdateStats:
+    def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """Add scale * sum over rows and trained steps of (policy loss + kl_beta * KL)'s gradient to `.grad`.
 
         `advantages[i]`: (B,) float64 for the rows of `trajectories[i]`. Takes every trajectory rolled out since the

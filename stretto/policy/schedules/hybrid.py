@@ -43,9 +43,7 @@ class Hybrid(Reweight):
         else:
             super().trained(index, step, velocity, batch)
 
-    def update(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float
-    ) -> UpdateStats:
+    def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """See `Schedule.update`."""
         with self.policy.stopwatch.phase("update"):
             for trajectory, values in zip(trajectories, advantages):

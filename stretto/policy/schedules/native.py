@@ -46,9 +46,7 @@ class Native(Schedule):
         latents, steps = roll(self.policy, batch, self)
         return Trajectory(batch, latents, steps, score(batch, latents), version)
 
-    def update(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float
-    ) -> UpdateStats:
+    def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """See `Schedule.update`; trajectories of another policy version are welcome."""
         stats = self.stats()
         with self.policy.stopwatch.phase("update"):
@@ -57,9 +55,7 @@ class Native(Schedule):
                     for step in trajectory.steps:
                         replay(self.policy, step, trajectory.batch.condition, values, scale, stats)
                 return stats
-            for chunk in _packed(
-                trajectories, advantages, self.replay_batch, bool(self.policy.objective.kl_beta)
-            ):
+            for chunk in _packed(trajectories, advantages, self.replay_batch, bool(self.policy.objective.kl_beta)):
                 replay(self.policy, *chunk, scale, stats)
         return stats
 

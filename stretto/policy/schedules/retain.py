@@ -47,9 +47,7 @@ class Retain(Schedule):
         self.held_bytes = max(self.held_bytes, self._held)
         return Trajectory(batch, latents, steps, score(batch, latents), version, kept=self._graphs)
 
-    def update(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float
-    ) -> UpdateStats:
+    def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """See `Schedule.update`; each graph is freed as it is used."""
         stats = self.stats()
         with self.policy.stopwatch.phase("update"):

@@ -94,9 +94,7 @@ class Reweight(Schedule):
             trajectory = _joined(batch, parts)
         return trajectory
 
-    def update(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float
-    ) -> UpdateStats:
+    def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """See `Schedule.update`; one weighted sum of the held gradients."""
         with self.policy.stopwatch.phase("update"):
             for trajectory, values in zip(trajectories, advantages):

@@ -59,9 +59,7 @@ class TwoSum(Reweight):
         num_channels = len(rule.weights) if rule.rewards == "normalized" else 1
         self._totals: list[GradientSum] = [[None] * len(self.parameters) for _ in range(num_channels)]
 
-    def update(
-        self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float
-    ) -> UpdateStats:
+    def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """See `Schedule.update`; every prompt group must be complete."""
         with self.policy.stopwatch.phase("update"):
             for trajectory, values in zip(trajectories, advantages):
@@ -131,17 +129,13 @@ class TwoSum(Reweight):
         for t, trajectory in enumerate(trajectories):
             for i, key in enumerate(trajectory.batch.samples):
                 rows.setdefault(key[:2], []).append((t, i))
-        rewards = torch.stack(
-            [torch.stack([trajectories[t].rewards[i] for t, i in r]) for r in rows.values()]
-        )
+        rewards = torch.stack([torch.stack([trajectories[t].rewards[i] for t, i in r]) for r in rows.values()])
         advantages = self.rule(rewards)
         affine = [torch.zeros(len(t.batch.samples), dtype=torch.float64) for t in trajectories]
         for group, values in zip(rows.values(), advantages.affine):
             for (t, i), value in zip(group, values):
                 affine[t][i] = value
-        factors = (
-            advantages.coefficient.amax(dim=0) if self.rule.std == "global" else torch.ones(len(self._totals))
-        )
+        factors = advantages.coefficient.amax(dim=0) if self.rule.std == "global" else torch.ones(len(self._totals))
         return affine, factors
 
     def _mend(
