@@ -52,9 +52,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _DECAY = _Bound(lambda value: 0 <= value < 1, "take a decay in [0, 1)")
 
 _BOUNDS = {
-    "run.folder": _Bound(
-        lambda folder: folder.strip() != "", "name the folder that the run is to be kept in"
-    ),
+    "run.folder": _Bound(lambda folder: folder.strip() != "", "name the folder that the run is to be kept in"),
     "run.seed": _Bound(lambda seed: 0 <= seed < 2**63, "take a seed in 0..2**63 - 1"),
     "run.iterations": _at_least(1),
     "run.device": _Bound(lambda device: bool(_DEVICE.fullmatch(device)), "take auto, cpu, cuda or cuda:N"),
@@ -129,9 +127,7 @@ def _reward_faults(config: Config) -> Iterator[Fault]:
         if not math.isfinite(reward.weight):
             yield Fault((f"{key}.weight",), f"{key}.weight = {reward.weight}: take a finite number")
     if config.rewards and all(reward.weight == 0 for reward in config.rewards):
-        yield Fault(
-            ("rewards",), "rewards: every weight is 0, so there is nothing to learn; give one a weight"
-        )
+        yield Fault(("rewards",), "rewards: every weight is 0, so there is nothing to learn; give one a weight")
 
 
 def _conflicts(config: Config) -> Iterator[Fault]:
@@ -144,18 +140,12 @@ def _conflicts(config: Config) -> Iterator[Fault]:
 def _model_conflicts(config: Config) -> Iterator[Fault]:
     model, adapter = config.model, config.model.adapter
     if adapter == "digits" and model.path:
-        yield _fault(
-            config, "model.path", "the base of digits ships with the package; leave it out", "model.adapter"
-        )
+        yield _fault(config, "model.path", "the base of digits ships with the package; leave it out", "model.adapter")
     if adapter != "digits" and not model.path:
-        yield _fault(
-            config, "model.path", f"{adapter} loads a diffusers folder or hub id; name it", "model.adapter"
-        )
+        yield _fault(config, "model.path", f"{adapter} loads a diffusers folder or hub id; name it", "model.adapter")
     if adapter == "wan" and model.frames >= 1 and model.frames % 4 != 1:
         near = model.frames // 4 * 4 + 1
-        yield _fault(
-            config, "model.frames", f"wan makes 4k + 1 frames; take {near} or {near + 4}", "model.adapter"
-        )
+        yield _fault(config, "model.frames", f"wan makes 4k + 1 frames; take {near} or {near + 4}", "model.adapter")
     if adapter != "wan" and model.frames > 1:
         yield _fault(config, "model.frames", f"{adapter} makes single images; leave it at 1", "model.adapter")
     if adapter != "digits" and not config.prompts.file:
@@ -175,9 +165,7 @@ def _sampling_conflicts(config: Config) -> Iterator[Fault]:
     if sampling.dynamics == "cps" and level > 1:
         yield _fault(config, "sampling.noise_level", "CPS takes a level in (0, 1]", "sampling.dynamics")
     if sampling.dynamics == "cps" and config.objective.guard:
-        way_out = (
-            "CPS's log-prob has no 1/std^2 to weigh; turn the guard off or take another sampling.dynamics"
-        )
+        way_out = "CPS's log-prob has no 1/std^2 to weigh; turn the guard off or take another sampling.dynamics"
         yield _fault(config, "objective.guard", way_out, "sampling.dynamics")
 
 
@@ -197,9 +185,7 @@ def _trained_steps_conflicts(config: Config) -> Iterator[Fault]:
             yield _fault(config, "trained_steps.steps", way_out, *keys, "sampling.dynamics")
         return
     if trained.steps:
-        way_out = (
-            f'is read by trained_steps.rule = "list" alone, not by "{trained.rule}"; leave one of them out'
-        )
+        way_out = f'is read by trained_steps.rule = "list" alone, not by "{trained.rule}"; leave one of them out'
         yield _fault(config, "trained_steps.steps", way_out, *keys)
     if steps < 2:
         way_out = 'the last step is trained only if listed; take at least 2 or trained_steps.rule = "list"'
@@ -213,9 +199,7 @@ def _window_faults(config: Config) -> Iterator[Fault]:
     keys = ("sampling.steps", "trained_steps.rule")
     latest = steps - 1 - trained.size
     if latest < 0:
-        way_out = (
-            f"a window of a {steps}-step trajectory holds 1 to {steps - 1} steps (the last is not trained)"
-        )
+        way_out = f"a window of a {steps}-step trajectory holds 1 to {steps - 1} steps (the last is not trained)"
         yield _fault(config, "trained_steps.size", way_out, *keys)
         return
     start_max = trained.start_max if trained.rule == "random_window" else None
@@ -266,7 +250,5 @@ def _fault(config: Config, key: str, way_out: str, *other_keys: str) -> Fault:
     """A fault of one field: `key = value: way_out`, the value as TOML writes it."""
     section, field = key.split(".")
     value = getattr(getattr(config, section), field)
-    shown = (
-        str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else value
-    )
+    shown = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else value
     return Fault((key, *other_keys), f"{key} = {shown}: {way_out}")

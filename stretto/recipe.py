@@ -87,9 +87,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _touches(keys: tuple[str, ...], unread: set[str]) -> bool:
     """Whether a fault of values speaks of something that was not read, so that it judges a stand-in."""
     return any(
-        key == place or key.startswith(f"{place}.") or place.startswith(f"{key}.")
-        for key in keys
-        for place in unread
+        key == place or key.startswith(f"{place}.") or place.startswith(f"{key}.") for key in keys for place in unread
     )
 
 

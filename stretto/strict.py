@@ -46,9 +46,7 @@ def field_types() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for section, kind in typing.get_type_hints(Config).items():
         table = get_args(kind)[0] if get_origin(kind) is list else kind
-        found |= {
-            f"{section}.{field}": field_kind for field, field_kind in typing.get_type_hints(table).items()
-        }
+        found |= {f"{section}.{field}": field_kind for field, field_kind in typing.get_type_hints(table).items()}
     return found
 
 
@@ -153,13 +151,7 @@ def _list(kind: Any, converter: cattrs.Converter) -> Any:
 
 def _shown(value: Any) -> str:
     """A value as TOML writes it, cut where it is long."""
-    text = (
-        str(value).lower()
-        if isinstance(value, bool)
-        else f'"{value}"'
-        if isinstance(value, str)
-        else str(value)
-    )
+    text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
