@@ -63,7 +63,8 @@ class TrainedStepsRule:
             outside = [s for s in self.steps if not 0 <= s < num_steps]
             if not self.steps or outside or len(set(self.steps)) < len(self.steps):
                 raise ValueError(
-                    f"trained_steps.steps = {list(self.steps)}: list distinct steps in 0..{num_steps - 1}, at least one"
+                    f"trained_steps.steps = {list(self.steps)}: list distinct steps in 0..{num_steps - 1}, "
+                    "at least one"
                 )
         elif num_steps < 2:
             raise ValueError(f"sampling.steps = {num_steps}: the last step is never trained, so take at least 2")

@@ -106,13 +106,11 @@ class Reweight(Schedule):
             return self._settle(scale)
 
     def _rollout(self, batch: Batch, score: Score) -> Trajectory:
-        version, num_samples = self.policy.version, len(batch.samples)
+        version = self.policy.version
         latents, steps = roll(self.policy, batch, self)
-        if num_samples == 1:
-            gradients = [None if g is None else g.unsqueeze(0) for g in self._single.take()]
-        else:
-            gradients = self.per_sample.take(self.parameters)
-        provisional = Provisional(gradients, slice(0, num_samples))
+        is_single = len(batch.samples) == 1
+        gradients = as_row(self._single.take()) if is_single else self.per_sample.take(self.parameters)
+        provisional = Provisional(gradients, slice(0, len(batch.samples)))
         self._in_flight += provisional.num_bytes
         self.held_bytes = max(self.held_bytes, self._in_flight)
         return Trajectory(batch, latents, steps, score(batch, latents), version, kept=[provisional])
@@ -127,8 +125,7 @@ class Reweight(Schedule):
 
     def _settle(self, scale: float) -> UpdateStats:
         """Add the KL's gradient, unscaled by any advantage, and start again."""
-        one = torch.tensor([self.policy.objective.kl_beta * scale])
-        add_weighted(self.parameters, [None if g is None else g.unsqueeze(0) for g in self._kl.take()], one)
+        add_weighted(self.parameters, as_row(self._kl.take()), scalar(self.policy.objective.kl_beta * scale))
         self._in_flight = 0
         stats, self._stats = self._stats, self.stats()
         return stats
@@ -167,3 +164,13 @@ def _joined(batch: Batch, parts: list[Trajectory]) -> Trajectory:
         provisional.rows = slice(i, i + 1)
     latents, rewards = torch.cat([p.latents for p in parts]), torch.cat([p.rewards for p in parts])
     return Trajectory(batch, latents, steps, rewards, parts[0].policy_version, kept=kept)
+
+
+def as_row(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of one sample as (1, *shape)."""
+    return [None if g is None else g.unsqueeze(0) for g in gradients]
+
+
+def scalar(value: float) -> Tensor:
+    """One weight, (1,) float64."""
+    return torch.tensor([value], dtype=torch.float64)

@@ -18,7 +18,7 @@ from stretto.policy.advantage import AdvantageRule
 from stretto.policy.rollout import Batch, Policy, Score, Trajectory
 from stretto.policy.schedules.base import UpdateStats
 from stretto.policy.schedules.native import replay
-from stretto.policy.schedules.reweight import Reweight, add_weighted
+from stretto.policy.schedules.reweight import Reweight, add_weighted, as_row, scalar
 
 __all__ = ["TwoSum"]
 
@@ -69,8 +69,7 @@ class TwoSum(Reweight):
             assert not self._groups, f"prompt groups {list(self._groups)} are incomplete"
             affine, per_channel = self._affine(trajectories)
             for total, weight in zip(self._totals, per_channel.tolist()):
-                one = torch.tensor([weight * scale], dtype=torch.float64)
-                add_weighted(self.parameters, [None if g is None else g.unsqueeze(0) for g in total], one)
+                add_weighted(self.parameters, as_row(total), scalar(weight * scale))
                 total[:] = [None] * len(total)
             self._mend(trajectories, advantages, affine, scale)
             return self._settle(scale)
@@ -111,12 +110,8 @@ class TwoSum(Reweight):
                 continue
             weight = 1.0 if self.rule.std == "global" else coefficient
             shift = float(advantages.mean[0, j] - offset[j])
-            fold(total, [None if g is None else g.unsqueeze(0) for g in first], torch.tensor([weight]))
-            fold(
-                total,
-                [None if g is None else g.unsqueeze(0) for g in group.zeroth],
-                torch.tensor([-shift * weight]),
-            )
+            fold(total, as_row(first), scalar(weight))
+            fold(total, as_row(group.zeroth), scalar(-shift * weight))
 
     def _channel_rule(self) -> AdvantageRule:
         """The rule over channels: what is left to do once rewards are channels."""
@@ -135,7 +130,11 @@ class TwoSum(Reweight):
         for group, values in zip(rows.values(), advantages.affine):
             for (t, i), value in zip(group, values):
                 affine[t][i] = value
-        factors = advantages.coefficient.amax(dim=0) if self.rule.std == "global" else torch.ones(len(self._totals))
+        factors = (
+            advantages.coefficient.amax(dim=0)
+            if self.rule.std == "global"
+            else torch.ones(len(self._totals), dtype=torch.float64)
+        )
         return affine, factors
 
     def _mend(
