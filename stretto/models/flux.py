@@ -76,8 +76,8 @@ class FluxAdapter:
         self.lora_targets = LORA_TARGETS
         self.rows_per_sample = 1 if guidance == 1.0 else 2
         # (tokens, 3): 0, row, column
-        self.image_ids = torch.cartesian_prod(torch.zeros(1), torch.arange(rows), torch.arange(columns))
-        self.image_ids = self.image_ids.to(pipeline.device)
+        axes = [torch.arange(length, dtype=torch.float32) for length in (1, rows, columns)]
+        self.image_ids = torch.cartesian_prod(*axes).to(pipeline.device)
 
     def encode(self, prompts: list[str]) -> Condition:
         """prompt_embeds (B, text_length, joint_dim) and pooled_prompt_embeds (B, pooled_dim), encoders' dtype."""

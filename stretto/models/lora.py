@@ -9,7 +9,6 @@ import difflib
 import fnmatch
 import json
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -43,8 +42,8 @@ def attach_lora(
     """
     names = _match_linears(transformer, targets)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, lora_dropout=0.0)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        transformer.add_adapter(config)
+    with torch.random.fork_rng(devices=[]):
+        inject_adapter_in_model(config, transformer)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in _lora_parameters(transformer).items():
         parameter.data = parameter.data.float()
@@ -63,8 +62,9 @@ def save_lora(adapter: Adapter, folder: str | Path) -> None:
         PREFIX + name: parameter.detach().cpu().contiguous()
         for name, parameter in _lora_parameters(adapter.transformer).items()
     }
-    config = adapter.transformer.peft_config["default"].to_dict()
-    listed = {PREFIX + key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
+    configs: Any = adapter.transformer.peft_config
+    config = configs["default"].to_dict().items()
+    listed = {PREFIX + key: sorted(value) if isinstance(value, set) else value for key, value in config}
     metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(listed, sort_keys=True)}
     save_file(tensors, folder / LORA_WEIGHT_NAME_SAFE, metadata=metadata)
 

@@ -33,7 +33,7 @@ def open_pipeline(
             f"{path} holds a {found}, this adapter needs a {pipeline_class.__name__}; set model.adapter"
         )
     try:
-        pipeline = pipeline_class.from_pretrained(path, torch_dtype=dtype)
+        pipeline = pipeline_class.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"cannot load {path}: {_first_line(error)}") from error
     for module in pipeline.components.values():
@@ -64,10 +64,10 @@ def _class_name(path: str) -> str:
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         raise ValueError(f"{path} does not exist and is no hub id (owner/name); set model.path")
     try:
-        return DiffusionPipeline.load_config(path)["_class_name"]
-    except (OSError, ValueError, KeyError) as error:
-        where = path if folder.exists() else f"{path}: no such folder, and the hub did not answer"
-        raise ValueError(f"cannot load {where}: {_first_line(error)}") from error
+        return DiffusionPipeline.load_config(path).get("_class_name", "pipeline of no stated class")
+    except (OSError, ValueError) as error:
+        where = "" if folder.exists() else "no such folder, and not found on the hub: "
+        raise ValueError(f"cannot load {path}: {where}{_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

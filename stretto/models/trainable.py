@@ -6,7 +6,7 @@ LoRA is in `lora.py`, the moving average in `ema.py`.
 
 import copy
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 def save_full(adapter: Adapter, folder: str | Path) -> None:
     """Write the transformer in diffusers' layout: its class's `from_pretrained(folder)` reads it back."""
-    adapter.transformer.save_pretrained(str(folder))
+    transformer: Any = adapter.transformer
+    transformer.save_pretrained(folder)
 
 
 def reference(adapter: Adapter, method: Literal["lora", "full"]) -> Velocity:
