@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument(
         "source", type=Path, metavar="RUN_FOLDER_OR_RECIPE", help="a recipe draws from its base model"
     )
-    sample.add_argument("--prompt", nargs="+", metavar="TEXT", help="default: the run's evaluation prompts, else all")
+    sample.add_argument("--prompt", action="append", metavar="TEXT", help="again for more; default: the run's")
     sample.add_argument("--samples", type=_count, default=0, metavar="N", help="pictures a prompt")
     sample.add_argument("--steps", type=_count, default=0, metavar="N", help="steps of the ODE")
     sample.add_argument("--seed", type=int, metavar="N", help="default: the run's")

@@ -251,6 +251,8 @@ class Evaluation:
     """Samples a prompt."""
     steps: int = 0
     """Steps of the ODE; 0 takes sampling.steps."""
+    patience: int = 0
+    """Stop after this many evaluations in a row without a better reward; 0 never stops early."""
     judge: str = ""
     """A shipped judge (`digits`) or a function as for rewards that returns a dict of numbers; empty for none."""
 

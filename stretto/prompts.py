@@ -41,7 +41,8 @@ def read_prompts(path: Path) -> Prompts:
 
 
 def _from_json_lines(path: Path, numbered: list[tuple[int, str]]) -> Prompts:
-    rows, faults = [], list[str]()
+    rows: list[dict[str, Any]] = []
+    faults: list[str] = []
     for number, line in numbered:
         try:
             rows.append(_row(line, rows[0].keys() if rows else None))

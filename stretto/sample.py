@@ -1,6 +1,6 @@
 """`stretto sample`: draw pictures from a run, with the ODE.
 
-Takes a run folder (its recipe and newest checkpoint) or a recipe (the base model, before any training). The noise
+Takes a run folder (its recipe and newest checkpoint) or a recipe (that run, or the base model before it). The noise
 of a picture depends on the seed, the prompt's place and the sample's number alone, so that two weights are compared
 on the same noise. The hazard is a picture whose weights nobody remembers: `samples.json` beside the pictures says
 which, and the default folder is named after them.
@@ -59,8 +59,8 @@ def sample(
     source: a run folder or a recipe. prompts: default the run's evaluation prompts, else all of its prompts.
     num_samples, num_steps: 0 takes the recipe's (evaluation.samples; evaluation.steps, else sampling.steps). seed:
     None takes run.seed. out: default `samples/<weights>` in the run folder, with the iteration in its name.
-    weights: None takes the EMA where the run has one, else the live weights; a recipe has the base alone. which:
-    `newest`, `best` or the number of an iteration. Raises ValueError where any of these is not there.
+    weights: None takes the EMA where the run has one, else the live weights; the base where a recipe has no
+    checkpoint yet. which: `newest`, `best` or the number of an iteration. Raises ValueError where any of these is not there.
     """
     chosen = _open(source, weights, which)
     config = chosen.config
@@ -101,9 +101,11 @@ def sample(
 def _open(source: Path, weights: Weights | None, which: str) -> _Source:
     """The recipe and the checkpoint that `source`, `weights` and `which` name together."""
     if not source.is_dir():
-        if weights not in (None, "base"):
-            raise ValueError(f"--weights {weights}: {source} is a recipe; give a run folder, or take --weights base")
-        return _Source(load_recipe(source, []), "base", None)
+        config = load_recipe(source, [])
+        run = Path(config.run.folder)
+        if weights == "base" or (weights is None and not checkpoint.newest(run / "checkpoints")):
+            return _Source(config, "base", None)
+        return _open(run, weights, which)
     if not (source / "config.toml").is_file():
         raise ValueError(f"{source} is not a run folder: it has no config.toml")
     config = load_recipe(source / "config.toml", [])

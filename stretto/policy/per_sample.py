@@ -48,7 +48,7 @@ class PerSampleGradients:
         assert not self.uncovered
         self.num_samples = num_samples
         for layer, forward in self._layers:
-            layer.forward = forward  # type: ignore[method-assign]
+            layer.forward = forward
         try:
             with torch.enable_grad():
                 yield
@@ -157,15 +157,15 @@ def _norm(
     """The norm without its scale and shift (it is linear in both), then these as ops that keep samples apart."""
     neutral = {name: torch.full_like(p, float(name == "weight")) for name, p in own.items()}
     for name, value in neutral.items():
-        layer._parameters[name] = value  # type: ignore[assignment]
+        layer._parameters[name] = value
     try:
         output: Tensor = original(layer, x, *args, **kw)
     finally:
         layer._parameters.update(own)
     if "weight" in own:
-        output = _Scale.apply(gradients, output, own["weight"])  # type: ignore[assignment]
+        output = _Scale.apply(gradients, output, own["weight"])
     if "bias" in own:
-        output = _Shift.apply(gradients, output, own["bias"])  # type: ignore[assignment]
+        output = _Shift.apply(gradients, output, own["bias"])
     return output
 
 

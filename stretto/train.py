@@ -1,0 +1,58 @@
+"""THE loop: roll, score, credit, step, record.
+
+Everything that an iteration depends on is in the config, the checkpoint and the iteration's number, so a run that
+was killed goes on as one that never stopped. The hazard is the order at an iteration's end: the metrics line first,
+then the checkpoint, so that a checkpoint never knows more than the metrics do.
+"""
+
+from pathlib import Path
+
+from stretto.build import (
+    build_adapter,
+    build_policy,
+    build_prompts,
+    build_rewards,
+    build_rule,
+    build_steps_rule,
+    prepare_process,
+)
+from stretto.choose import choose, make_chosen
+from stretto.config import Config
+from stretto.evaluation import Evaluator
+from stretto.feed import Feed
+from stretto.learner import Learner
+from stretto.record.run_folder import RunFolder
+from stretto.record.signals import Signals
+from stretto.run_record import RunRecord
+
+__all__ = ["train"]
+
+
+def train(config: Config) -> None:
+    """Run a recipe to its end, or to a signal. Raises ValueError for what the user can mend."""
+    prepare_process(config)
+    rewards, rule, steps_rule = build_rewards(config), build_rule(config), build_steps_rule(config)
+    adapter = build_adapter(config)
+    prompts = build_prompts(config, adapter)
+    evaluator = Evaluator(config, adapter, prompts, rewards)
+    policy = build_policy(config, adapter)
+    with RunFolder.open(Path(config.run.folder), config.run.resume) as folder, Signals() as signals:
+        feed = Feed(config, adapter, prompts, steps_rule)
+        choice = choose(config, policy, rule, feed.first_wave, folder.path / "schedule.json")
+        schedule = make_chosen(choice, config, policy, rule)
+        learner = Learner(config, adapter, policy, schedule, feed=feed, rule=rule, rewards=rewards)
+        with RunRecord(config, folder, learner, evaluator) as record:
+            record.greet(choice)
+            loop(config, learner, record, signals)
+            signals.reraise()
+            record.finish()
+
+
+def loop(config: Config, learner: Learner, record: RunRecord, signals: Signals) -> None:
+    """From where the record stands to the last iteration, to a signal, or until patience ends."""
+    record.evaluate_at_start()
+    for iteration in range(record.finished, config.run.iterations):
+        metrics = learner.learn(iteration)
+        record.write(metrics, is_last=signals.caught is not None)
+        if signals.caught is not None or record.patience_ended:
+            return
