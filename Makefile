@@ -10,6 +10,8 @@ PYTHON ?=
 TORCH ?=
 ARGS ?=
 export PYTHON TORCH
+# The installer leaves compiling to the first import, which must then be kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 ALL := train,tensorboard,bench,dev
