@@ -4,7 +4,6 @@ One object between the loop and the record room: evaluations, grids, metrics, ch
 `history` (first, last and best evaluation) is part of the checkpoint. The hazard is the order in `write`.
 """
 
-import contextlib
 import random
 from pathlib import Path
 from types import TracebackType
@@ -128,11 +127,9 @@ class RunRecord:
         with self.learner.policy.stopwatch.phase("evaluation"):
             evaluation = self.evaluator.evaluate(self.learner.ema)
         count = self.config.evaluation.samples
-        shown = [
-            m for i in range(0, len(evaluation.media), count) for m in evaluation.media[i : i + count][:GRID_COLUMNS]
-        ]
+        shown = [group[:GRID_COLUMNS] for group in evaluation.media.split(count)]
         save_grid(
-            torch.stack(shown),
+            torch.cat(shown),
             self.folder.grids / f"iteration-{self.finished:06d}",
             columns=min(count, GRID_COLUMNS),
             captions=evaluation.prompts,
@@ -183,7 +180,5 @@ def _identity(config: Config, learner: Learner) -> dict[str, Any]:
     policy = learner.policy
     shapes = {name: list(p.shape) for name, p in policy.parameters.items()}
     frozen = next((p for p in policy.module.parameters() if not p.requires_grad), None)
-    identity = {"adapter": config.model.adapter, "method": config.tuning.method, "parameters": shapes}
-    with contextlib.suppress(StopIteration):
-        identity["base"] = "all trained" if frozen is None else f"{fingerprint(frozen):08x}"
-    return identity
+    base = "all trained" if frozen is None else f"{fingerprint(frozen):08x}"
+    return {"adapter": config.model.adapter, "method": config.tuning.method, "parameters": shapes, "base": base}

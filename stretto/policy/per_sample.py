@@ -157,7 +157,7 @@ def _norm(
     """The norm without its scale and shift (it is linear in both), then these as ops that keep samples apart."""
     neutral = {name: torch.full_like(p, float(name == "weight")) for name, p in own.items()}
     for name, value in neutral.items():
-        layer._parameters[name] = value
+        layer._parameters[name] = value  # type: ignore[assignment]
     try:
         output: Tensor = original(layer, x, *args, **kw)
     finally:
