@@ -118,7 +118,8 @@ class DigitsAdapter:
         embeds = {name: tensors.pop(CONDITION_PREFIX + name) for name in CONDITION_KEYS}
         transformer = build_transformer()
         transformer.load_state_dict(tensors)
-        transformer.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        torch.nn.Module.to(transformer, device=device, dtype=dtype)  # diffusers' own `to` warns about nothing here
+        transformer.eval().requires_grad_(False)
         if checkpointing:
             transformer.enable_gradient_checkpointing()
         self.transformer: torch.nn.Module = transformer
