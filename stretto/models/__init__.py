@@ -1,7 +1,7 @@
 """The flow models: one small adapter for each, and what makes a transformer trainable.
 
-The only room that knows diffusers and peft. The hazard is their weight: diffusers alone costs 5-7 s, so nothing
-heavy is imported before `load_adapter` knows which model is wanted.
+The only room that knows diffusers and peft. The hazard is their weight: diffusers alone costs 5-7 s, so
+nothing heavy is imported before `load_adapter` knows which model is wanted.
 """
 
 import importlib
@@ -34,11 +34,11 @@ def load_adapter(
 ) -> "Adapter":
     """Load the adapter called `adapter` ("digits", "flux" or "wan"), frozen and in eval mode.
 
-    path: a diffusers folder or hub id. height, width: pixels. frames: of a video, 4k + 1. dtype: of the frozen
-    weights, "float32" or "bfloat16". guidance: classifier-free scale, 1 turns it off. guidance_embedded: fed to
-    guidance-distilled models. checkpointing: activation checkpointing. text_length: tokens a prompt is padded
-    or cut to. An adapter ignores what it has no use for. Raises ValueError for an unknown name, a missing extra
-    and what cannot be loaded.
+    path: a diffusers folder or hub id. height, width: pixels. frames: of a video, 4k + 1. dtype: of the
+    frozen weights, "float32" or "bfloat16". guidance: classifier-free scale, 1 turns it off.
+    guidance_embedded: fed to guidance-distilled models. checkpointing: activation checkpointing. text_length:
+    tokens a prompt is padded or cut to. An adapter ignores what it has no use for. Raises ValueError for an
+    unknown name, a missing extra and what cannot be loaded.
     """
     import torch
 

@@ -3,8 +3,8 @@
 An adapter wraps a frozen pipeline and its transformer behind four methods (encode, velocity, decode,
 parallel_plan). The hazard: guidance runs both branches in ONE forward of 2b rows, so whatever looks at rows
 (per-sample gradients, forward counters) must know that row r belongs to sample r % b. Guidance is written
-w*c + (1-w)*u, which shows the two cotangents: w to the conditional branch, 1-w to the unconditional one (Ho and
-Salimans, arXiv 2207.12598, whose 1+w is this w).
+w*c + (1-w)*u, which shows the two cotangents: w to the conditional branch, 1-w to the unconditional one
+(Ho and Salimans, arXiv 2207.12598, whose 1+w is this w).
 """
 
 import importlib.util
@@ -41,9 +41,9 @@ class Adapter(Protocol):
         """One row a prompt, without gradient, deterministic; a row does not depend on the other prompts."""
 
     def velocity(self, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
-        """Latents (B, *latent_shape), sigma (B,) in [0, 1] -> velocity (B, *latent_shape) in the latents' dtype.
+        """Latents (B, *latent_shape) and sigma (B,) in [0, 1] -> velocity, shape and dtype of the latents.
 
-        Calls the transformer once; differentiable in its weights and in latents, through both guidance branches.
+        One call of the transformer; differentiable in its weights and in latents, through both branches.
         """
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -62,8 +62,8 @@ def guided_velocity(
 ) -> Tensor:
     """Velocity (b, ...) under classifier-free guidance `guidance`, by one call of `forward`.
 
-    `forward(latents, sigma, condition)` is the plain model on its rows: b of them where guidance is 1, else 2b
-    (conditional, then unconditional). It gets the condition without its `negative_` keys.
+    `forward(latents, sigma, condition)` is the plain model on its rows: b of them where guidance is 1, else
+    2b (conditional, then unconditional). It gets the condition without its `negative_` keys.
     """
     positive = {name: value for name, value in condition.items() if not name.startswith("negative_")}
     if guidance == 1.0:

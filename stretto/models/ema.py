@@ -1,7 +1,7 @@
 """A moving average of the trained weights, used for evaluation and saved beside them.
 
-The hazard is a swap that does not come back whole: `swapped` exchanges storages and copies nothing, so the live
-weights return bit for bit, whatever happens inside.
+The hazard is a swap that does not come back whole: `swapped` exchanges storages and copies nothing, so the
+live weights return bit for bit, whatever happens inside.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,13 +15,13 @@ __all__ = ["Ema"]
 
 
 class Ema:
-    """average <- d * average + (1 - d) * live at update n = 1, 2, ..., with d = min((1 + n) / (10 + n), decay).
+    """average <- d * average + (1 - d) * live, with d = min((1 + n) / (10 + n), decay) at update n = 1, 2, ...
 
     parameters: the live weights by name, kept by reference; the average has their dtype and device and starts
     as a copy. The growing d lets early updates forget the start (as TensorFlow's ExponentialMovingAverage).
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float):
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self.parameters = dict(parameters)
         self.decay = decay
         self.num_updates = 0

@@ -1,8 +1,8 @@
 """FLUX behind the adapter's four methods: packed latents (tokens, channels), position ids made inside.
 
-The hazard is the timestep: the stock pipeline takes sigma to 1000 and back before the transformer multiplies by
-1000 again, and that rounding moves the sinusoidal embedding, so it is repeated here. Source: FluxPipeline of
-diffusers, which the tests hold it against.
+The hazard is the timestep: the stock pipeline takes sigma to 1000 and back before the transformer multiplies
+by 1000 again, and that rounding moves the sinusoidal embedding, so it is repeated here. Source: FluxPipeline
+of diffusers, which the tests hold it against.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ class FluxAdapter:
         guidance_embedded: float = 3.5,
         negative_prompt: str = "",
         text_length: int = 512,
-    ):
+    ) -> None:
         multiple = pipeline.vae_scale_factor * 2
         check_multiple(height=(height, multiple), width=(width, multiple))
         rows, columns = height // multiple, width // multiple
@@ -73,7 +73,7 @@ class FluxAdapter:
         self.latent_shape = (self.num_tokens, pipeline.transformer.config.in_channels)
         self.scheduler_config = dict(pipeline.scheduler.config)
         self.prompts: list[str] = []
-        self.lora_targets = LORA_TARGETS
+        self.lora_targets = list(LORA_TARGETS)
         self.rows_per_sample = 1 if guidance == 1.0 else 2
         # (tokens, 3): 0, row, column
         axes = [torch.arange(length, dtype=torch.float32) for length in (1, rows, columns)]
@@ -107,7 +107,8 @@ class FluxAdapter:
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def _forward(self, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
-        dtype: Any = self.transformer.dtype
+        embedder: Any = self.transformer.x_embedder
+        dtype = embedder.weight.dtype
         text = condition["prompt_embeds"].to(dtype)
         guidance = self.guidance_embedded
         output = self.transformer(

@@ -1,8 +1,8 @@
 """LoRA on a diffusers transformer: attached from a seed, started from a file, saved whole, switched off.
 
-The hazard is alpha: a state dict alone does not hold it, and who loads one without it assumes alpha = rank, so a
-LoRA trained with alpha = 2 * rank runs at half its strength. It travels in the file's metadata, under the key
-that diffusers reads. LoRA: Hu et al., arXiv 2106.09685.
+The hazard is alpha: a state dict alone does not hold it, and who loads one without it assumes alpha = rank,
+so a LoRA trained with alpha = 2 * rank runs at half its strength. It travels in the file's metadata, under
+the key that diffusers reads. LoRA: Hu et al., arXiv 2106.09685.
 """
 
 import difflib
@@ -32,13 +32,14 @@ PREFIX = "transformer."
 def attach_lora(
     transformer: nn.Module, *, rank: int, alpha: float, targets: list[str], seed: int, start_from: str = ""
 ) -> None:
-    """Give every linear layer that `targets` names a float32 LoRA without dropout, the only trainable weights.
+    """Give every linear layer that `targets` names a float32 LoRA without dropout; nothing else trains.
 
-    targets: module-name suffixes ("attn.to_q"), or patterns of whole names ("blocks.*.ffn.net.2"). A (rank, in)
-    is drawn from `seed` alone (uniform, bound 1/sqrt(in), as peft draws it), B (out, rank) is zero; torch's own
-    random state is neither read nor moved. start_from: a folder or file with a saved LoRA of the same rank and
-    layers; where its alpha is another, B is rescaled, so that the start has exactly the strength it was saved at.
-    Raises ValueError for targets that match nothing and for a saved LoRA that does not fit.
+    targets: module-name suffixes ("attn.to_q"), or patterns of whole names ("blocks.*.ffn.net.2"). The update
+    is alpha/rank * B A. A (rank, in) is drawn from `seed` alone (uniform, bound 1/sqrt(in), as peft draws it),
+    B (out, rank) is zero; torch's own random state is neither read nor moved. start_from: a folder or file
+    with a saved LoRA of the same rank and layers; where its alpha is another (its rank, if it states none), B
+    is rescaled, so that it starts at the strength it was saved at. Raises ValueError for a target that means
+    no linear layer and for a saved LoRA that does not fit.
     """
     names = _match_linears(transformer, targets)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, lora_dropout=0.0)

@@ -1,7 +1,7 @@
 """Opening a stock diffusers pipeline: found, of the right class, frozen, with one clear line where it is not.
 
-The hazard: diffusers turns a path that does not exist into a search of the hub, and reports a failed download in
-many lines; here whatever is wrong is a ValueError of one line that names the path.
+The hazard: diffusers turns a path that does not exist into a search of the hub, and reports a failed download
+in many lines; here whatever is wrong is a ValueError of one line that names the path.
 """
 
 import re
@@ -22,16 +22,14 @@ def open_pipeline(
     *,
     checkpointing: bool,
 ) -> Any:
-    """The pipeline at `path` (a diffusers folder or a hub id), every module frozen, in eval mode, on `device`.
+    """The pipeline at `path` (a diffusers folder or a hub id), every module frozen and in eval mode.
 
-    dtype: of the weights, or one for each component. checkpointing: non-reentrant, inside the transformer, active
-    wherever gradients are on (eval mode does not turn it off). Raises ValueError.
+    dtype: of the weights, or one for each component. checkpointing: activation checkpointing (non-reentrant)
+    in the transformer wherever gradients are on; eval mode does not turn it off. Raises ValueError.
     """
     found = _class_name(path)
     if found != pipeline_class.__name__:
-        raise ValueError(
-            f"{path} holds a {found}, this adapter needs a {pipeline_class.__name__}; set model.adapter"
-        )
+        raise ValueError(f"{path} holds a {found}, this adapter needs a {pipeline_class.__name__}; set model.adapter")
     try:
         pipeline = pipeline_class.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:

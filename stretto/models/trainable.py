@@ -1,7 +1,7 @@
 """Which weights move, how they are saved, and the policy they are held against.
 
-The hazard is dtype: trained weights are float32 whatever the frozen ones are, or small steps round to nothing.
-LoRA is in `lora.py`, the moving average in `ema.py`.
+The hazard is dtype: trained weights are float32 whatever the frozen ones are, or small steps round to
+nothing. LoRA is in `lora.py`, the moving average in `ema.py`.
 """
 
 import copy
@@ -37,8 +37,9 @@ def save_full(adapter: Adapter, folder: str | Path) -> None:
 def reference(adapter: Adapter, method: Literal["lora", "full"]) -> Velocity:
     """The policy that KL is measured against, as a velocity without gradient.
 
-    lora: the base model, by switching the LoRA off for the call; costs no memory. full: a frozen copy of the
-    transformer as it is now, so call it before training, and before anything patches the transformer's layers.
+    lora: the base model (also where the run started from a saved LoRA), by switching the LoRA off for the
+    call; costs no memory. full: a frozen copy of the transformer as it is now; so ask for it before training,
+    and before anything patches the transformer's layers.
     """
     frozen = adapter
     if method == "full":

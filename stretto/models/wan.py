@@ -1,8 +1,8 @@
 """Wan 2.1 text-to-video behind the adapter's four methods: latents (C, F, H, W), timestep sigma * 1000.
 
-The hazard is for whoever tunes it fully: the patch embedding is a Conv3d and every block holds a raw parameter
-`scale_shift_table`, so linear layers are not all of its weights; and it keeps time embedding, tables and norms in
-float32 under bfloat16. Source: WanPipeline of diffusers, which the tests hold it against.
+The hazard is for whoever tunes it fully: the patch embedding is a Conv3d and every block holds a raw
+parameter `scale_shift_table`, so linear layers are not all of its weights; and it keeps time embedding,
+tables and norms in float32 under bfloat16. Source: WanPipeline of diffusers, which the tests hold it against.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ class WanAdapter:
         guidance: float = 1.0,
         negative_prompt: str = "",
         text_length: int = 512,
-    ):
+    ) -> None:
         _check_one_stage(pipeline)
         config = pipeline.transformer.config
         spatial, temporal = pipeline.vae_scale_factor_spatial, pipeline.vae_scale_factor_temporal
@@ -62,12 +62,10 @@ class WanAdapter:
         self.text_length = text_length
         latent_frames = (frames - 1) // temporal + 1
         self.latent_shape = (config.in_channels, latent_frames, height // spatial, width // spatial)
-        self.num_tokens = (
-            latent_frames * (height // spatial // patch_height) * (width // spatial // patch_width)
-        )
+        self.num_tokens = latent_frames * (height // spatial // patch_height) * (width // spatial // patch_width)
         self.scheduler_config = dict(pipeline.scheduler.config)
         self.prompts: list[str] = []
-        self.lora_targets = LORA_TARGETS
+        self.lora_targets = list(LORA_TARGETS)
         self.rows_per_sample = 1 if guidance == 1.0 else 2
 
     def encode(self, prompts: list[str]) -> Condition:
@@ -83,8 +81,7 @@ class WanAdapter:
         """Latents (B, C, F, H, W) -> videos (B, frames, 3, height, width), float32 in [0, 1]."""
         vae = self.pipeline.vae
         mean, std = (
-            latents.new_tensor(x)[:, None, None, None]
-            for x in (vae.config.latents_mean, vae.config.latents_std)
+            latents.new_tensor(x)[:, None, None, None] for x in (vae.config.latents_mean, vae.config.latents_std)
         )
         video = vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0]
         return self.pipeline.video_processor.postprocess_video(video, output_type="pt").float()
@@ -103,7 +100,8 @@ class WanAdapter:
         return {"prompt_embeds": embeds}
 
     def _forward(self, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
-        dtype: Any = self.transformer.dtype
+        embedder: Any = self.transformer.patch_embedding
+        dtype = embedder.weight.dtype
         output = self.transformer(
             hidden_states=latents.to(dtype),
             timestep=sigma * 1000,
@@ -127,7 +125,7 @@ def load(
 ) -> WanAdapter:
     """Wan from a diffusers folder or hub id; see `load_adapter`. `guidance_embedded` is ignored.
 
-    The autoencoder stays float32, as the model's authors ask; transformer and text encoder are stored in dtype.
+    The autoencoder stays float32, as the model's authors ask; transformer and text encoder are in `dtype`.
     """
     dtypes = {"default": dtype, "vae": torch.float32}
     pipeline = open_pipeline(path, WanPipeline, dtypes, device, checkpointing=checkpointing)
@@ -136,11 +134,7 @@ def load(
 
 def _check_one_stage(pipeline: WanPipeline) -> None:
     """Wan 2.2 splits the trajectory between two transformers, or gives every token its own timestep."""
-    if (
-        pipeline.transformer is None
-        or pipeline.config.boundary_ratio is not None
-        or pipeline.config.expand_timesteps
-    ):
+    if pipeline.transformer is None or pipeline.config.boundary_ratio is not None or pipeline.config.expand_timesteps:
         raise ValueError(
             "this Wan has two transformers or a timestep a token (2.2); use a Wan 2.1 text-to-video model"
         )

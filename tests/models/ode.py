@@ -1,6 +1,7 @@
 """What the adapter tests share: the ODE over the stock scheduler's sigmas, and the plan laid over the linears."""
 
 import fnmatch
+from itertools import pairwise
 
 import torch
 
@@ -9,7 +10,7 @@ import torch
 def sample(adapter, latents, condition):
     """x + v * dt over the sigmas that the adapter's pipeline used last."""
     sigmas = adapter.pipeline.scheduler.sigmas
-    for sigma, sigma_next in zip(sigmas[:-1], sigmas[1:]):
+    for sigma, sigma_next in pairwise(sigmas):
         velocity = adapter.velocity(latents, sigma.expand(len(latents)), condition)
         latents = latents + (sigma_next - sigma) * velocity
     return latents

@@ -41,8 +41,10 @@ def test_swapping_shows_the_average_and_brings_the_weights_back_bit_for_bit():
     ema.update()
     live = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     average = {name: tensor.clone() for name, tensor in ema.average.items()}
-    with pytest.raises(RuntimeError, match="inside"), ema.swapped():
+    with ema.swapped():
         assert all(torch.equal(parameters[name], average[name]) for name in average)
+    assert all(torch.equal(parameters[name], live[name]) for name in live)
+    with pytest.raises(RuntimeError, match="inside"), ema.swapped():
         raise RuntimeError("inside")
     assert all(torch.equal(parameters[name], live[name]) for name in live)
     assert all(torch.equal(ema.average[name], average[name]) for name in average)

@@ -54,26 +54,21 @@ def test_classifier_free_guidance_gives_what_the_stock_pipeline_gives(load, inpu
     assert (expected - unguided).abs().max() > 1e-2
 
 
-def test_a_bfloat16_model_feeds_the_transformer_what_the_stock_pipeline_feeds(load):
-    adapter = load("flux", dtype="bfloat16")
-    latents = torch.randn(1, *adapter.latent_shape, generator=torch.Generator().manual_seed(0))
-    latents = latents.bfloat16().float()
-    fed = {}
-
-    def keep(_module, _args, kwargs):
-        fed.setdefault("calls", []).append({k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)})
-
-    hook = adapter.transformer.register_forward_pre_hook(keep, with_kwargs=True)
-    sample_stock(adapter.pipeline, latents, ["snow"])
-    sigmas = adapter.pipeline.scheduler.sigmas
-    fed, stock = {}, fed["calls"][0]
-    with torch.no_grad():
-        adapter.velocity(latents, sigmas[:1], adapter.encode(["snow"]))
-    hook.remove()
-    ours = fed["calls"][0]
-    assert ours.keys() == stock.keys()
-    for name in stock:
-        assert torch.equal(ours[name].float(), stock[name].float()), name
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_at_every_step_the_transformer_is_fed_what_the_stock_pipeline_feeds(load, monkeypatch, dtype):
+    adapter = load("flux", dtype=dtype)
+    fed = []
+    adapter.transformer.register_forward_pre_hook(lambda _m, _a, kwargs: fed.append(kwargs), with_kwargs=True)
+    monkeypatch.setattr("tests.models.test_flux.STEPS", 50)
+    sample_stock(adapter.pipeline, torch.randn(1, *adapter.latent_shape), ["snow"])
+    stock, condition = list(fed), adapter.encode(["snow"])
+    assert len(stock) == 50
+    for sigma, expected in zip(adapter.pipeline.scheduler.sigmas, stock):
+        with torch.no_grad():
+            adapter.velocity(expected["hidden_states"].float(), sigma[None], condition)
+        for name, value in fed[-1].items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value.float(), expected[name].float()), name
 
 
 def test_a_model_without_guidance_embeds_is_fed_none(folders, load, tmp_path):

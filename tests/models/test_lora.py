@@ -10,6 +10,7 @@ from diffusers import FluxPipeline, WanPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from stretto.models.flux import LORA_TARGETS
 from stretto.models.lora import attach_lora, lora_off, save_lora
 from stretto.models.trainable import reference, trainable_parameters
 from tests import tiny
@@ -171,7 +172,8 @@ def test_a_truncated_lora_is_one_clear_line(load, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "near"), [("attn.to_qq", "attn.to_q"), ("proj_mpl", "proj_mlp"), ("blocks.*.to_z", "to_q")]
+    ("target", "near"),
+    [("attn.to_qq", "attn.to_q"), ("proj_mpl", "proj_mlp"), ("blocks.*.to_z", "to_q"), ("q_proj", "add_q_proj")],
 )
 def test_a_wrong_target_is_answered_with_near_ones(target, near):
     with pytest.raises(ValueError, match=rf"names {re.escape(repr(target))}.*{re.escape(near)}"):
@@ -195,13 +197,22 @@ def test_targets_are_suffixes_or_patterns_of_whole_names():
     }
 
 
+def test_the_default_targets_are_attention_and_mlp_however_many_blocks_there_are():
+    transformer = tiny.flux_transformer(layers=3, single_layers=4)
+    attach_lora(transformer, rank=2, alpha=2, seed=0, targets=LORA_TARGETS)
+    layers = {key.split(".lora_")[0] for key in trainable_parameters(transformer)}
+    assert len(layers) == 3 * 12 + 4 * 5
+    assert not [name for name in layers if "norm" in name or not re.match(r"(single_)?transformer_blocks\.", name)]
+
+
 @both
 def test_the_reference_is_the_base_model_without_gradient(load, inputs, name):
     adapter = load(name)
     base = adapter.velocity(*inputs(adapter))
     attach_trained(adapter)
     trained = adapter.velocity(*inputs(adapter))
-    velocity = reference(adapter, "lora")(*inputs(adapter))
+    latents, sigma, condition = inputs(adapter)
+    velocity = reference(adapter, "lora")(latents.requires_grad_(), sigma, condition)
     assert torch.equal(velocity, base)
     assert not velocity.requires_grad
     assert torch.equal(adapter.velocity(*inputs(adapter)), trained)
