@@ -28,7 +28,7 @@ from stretto.build import (
 from stretto.choose import Choice, make_chosen
 from stretto.config import Config
 from stretto.feed import Feed
-from stretto.policy import AdvantageRule, Batch, Policy
+from stretto.policy import AdvantageRule, Batch, Policy, SampleKey
 from stretto.record.atomic import write_atomic
 from stretto.record.environment import environment
 from stretto.record.memory import peak_bytes
@@ -133,18 +133,15 @@ def _rewards(
     config: Config,
     batches: Sequence[Batch],
     judged: Callable[[Batch, Tensor], Tensor],
-) -> list[Tensor]:
-    """The rewards of every batch, judged once; made-up ones where the real have no spread to learn from."""
-    schedule = make_chosen(Choice("native", 1, ""), config, policy, rule)
-    rewards = [schedule.rollout(batch, judged).rewards for batch in batches]
-    groups = torch.cat(rewards).view(-1, config.prompts.samples, len(rule.weights))
-    if not bool(rule(groups).zero_spread.all()):
-        return rewards
-    print("the rewards of this wave have no spread; comparing with made-up ones")
-    numbers = torch.arange(len(groups) * config.prompts.samples, dtype=torch.float64)
-    return list(
-        (numbers % config.prompts.samples).unsqueeze(1).expand(-1, len(rule.weights)).split([len(r) for r in rewards])
-    )
+) -> dict[SampleKey, Tensor]:
+    """The rewards (K,) of every sample, judged once; made-up ones where the real have no spread to learn from."""
+    native = make_chosen(Choice("native", 1, ""), config, policy, rule)
+    rewards = torch.cat([native.rollout(batch, judged).rewards for batch in batches])
+    num_samples = config.prompts.samples
+    if bool(rule(rewards.view(-1, num_samples, rewards.shape[1])).zero_spread.all()):
+        print("the rewards of this wave have no spread; comparing with made-up ones")
+        rewards = (torch.arange(len(rewards)) % num_samples).double().unsqueeze(1).expand_as(rewards)
+    return dict(zip([key for batch in batches for key in batch.samples], rewards))
 
 
 def _run(
@@ -153,31 +150,34 @@ def _run(
     policy: Policy,
     rule: AdvantageRule,
     batches: Sequence[Batch],
-    rewards: list[Tensor],
+    rewards: dict[SampleKey, Tensor],
 ) -> tuple[Gradient, dict[str, Any]]:
     """Roll and update once without counting, for warmth, and once for the record."""
     schedule = make_chosen(choice, config, policy, rule)
-    groups = torch.cat(rewards).view(-1, config.prompts.samples, len(rule.weights))
-    advantages = list(rule(groups).values.flatten().split([len(r) for r in rewards]))
-    num_samples = sum(len(r) for r in rewards)
+    groups = torch.stack(list(rewards.values())).view(-1, config.prompts.samples, len(rule.weights))
+    advantages = list(rule(groups).values.flatten().split([len(batch.samples) for batch in batches]))
+    scale = 1 / (len(rewards) * len(batches[0].trained_steps))
+
+    def given(batch: Batch, latents: Tensor) -> Tensor:
+        return torch.stack([rewards[key] for key in batch.samples])
+
     for _ in range(2):
-        given = iter(rewards)
         for parameter in policy.parameters.values():
             parameter.grad = None
         policy.counter.take()
         schedule.held_bytes = 0
         with peak_bytes(policy.device) as peak:
             start = time.perf_counter()
-            trajectories = [schedule.rollout(batch, lambda *_: next(given)) for batch in batches]  # noqa: B023
-            schedule.update(trajectories, advantages, 1 / (num_samples * len(batches[0].trained_steps)))
+            trajectories = [schedule.rollout(batch, given) for batch in batches]
+            schedule.update(trajectories, advantages, scale)
             seconds = time.perf_counter() - start
     work = policy.counter.take()
     gradient = [
         torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in policy.parameters.values()
     ]
     cost = {
-        "forwards": work["forwards"] / num_samples,
-        "backwards": work["backwards"] / num_samples,
+        "forwards": work["forwards"] / len(rewards),
+        "backwards": work["backwards"] / len(rewards),
         "seconds": seconds,
         "held_bytes": schedule.held_bytes,
         "peak_bytes": peak.value,

@@ -27,7 +27,7 @@ def read_prompts(path: Path) -> Prompts:
     Raises ValueError that names every bad line (the first ten), and for a file that is missing, empty or not UTF-8.
     """
     try:
-        lines = path.read_bytes().decode().splitlines()
+        lines = path.read_bytes().decode().split("\n")
     except FileNotFoundError:
         raise ValueError(f'prompts.file = "{path}": there is no such file') from None
     except UnicodeDecodeError as error:

@@ -34,7 +34,7 @@ def peak_bytes(device: torch.device) -> Iterator[PeakBytes]:
     before_resident = _reset_resident_peak()
     yield peak
     if before_resident is not None:
-        peak.value = _status("VmHWM") - before_resident
+        peak.value = max(0, _status("VmHWM") - before_resident)
 
 
 def _reset_resident_peak() -> int | None:

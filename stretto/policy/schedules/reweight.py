@@ -159,9 +159,10 @@ def _joined(batch: Batch, parts: list[Trajectory]) -> Trajectory:
         step = TrainedStep.cat(list(records))
         step.cotangent = torch.cat([r.cotangent for r in records if r.cotangent is not None])
         steps.append(step)
-    kept = [part.kept[0] for part in parts]
-    for i, provisional in enumerate(kept):
-        provisional.rows = slice(i, i + 1)
+    for i, part in enumerate(parts):
+        for provisional in part.kept:
+            provisional.rows = slice(i, i + 1)
+    kept = [provisional for part in parts for provisional in part.kept]
     latents, rewards = torch.cat([p.latents for p in parts]), torch.cat([p.rewards for p in parts])
     return Trajectory(batch, latents, steps, rewards, parts[0].policy_version, kept=kept)
 

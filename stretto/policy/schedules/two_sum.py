@@ -76,7 +76,7 @@ class TwoSum(Reweight):
 
     def _rollout(self, batch: Batch, score: Score) -> Trajectory:
         trajectory = super()._rollout(batch, score)
-        (provisional,), trajectory.kept = trajectory.kept, [None]
+        (provisional,), trajectory.kept = trajectory.kept, []
         with self.policy.stopwatch.phase("update"):
             self._fold(batch, provisional.gradients, self.rule.channels(trajectory.rewards))
         self._in_flight = 0
