@@ -28,7 +28,7 @@ from stretto.build import (
 from stretto.choose import Choice, make_chosen
 from stretto.config import Config
 from stretto.feed import Feed
-from stretto.policy import AdvantageRule, Batch, Policy, SampleKey
+from stretto.policy import AdvantageRule, Batch, Policy, SampleKey, Schedule
 from stretto.record.atomic import write_atomic
 from stretto.record.environment import environment
 from stretto.record.memory import peak_bytes
@@ -101,10 +101,11 @@ def compare(
     for number, (name, replay_batch) in enumerate(choices):
         label = {1: "native again", 2: f"native, replay {replay}"}.get(number, name)
         try:
-            gradient, cost = _run(Choice(name, replay_batch, ""), config, policy, rule, batches, rewards)
+            schedule = make_chosen(Choice(name, replay_batch, ""), config, policy, rule)
         except ValueError as refusal:
             rows.append(Row(label, refused=str(refusal)))
             continue
+        gradient, cost = _run(schedule, config, policy, rule, batches, rewards)
         truth = gradient if truth is None else truth
         rows.append(Row(label, **_difference(gradient, truth), **cost))
     return rows
@@ -145,7 +146,7 @@ def _rewards(
 
 
 def _run(
-    choice: Choice,
+    schedule: Schedule,
     config: Config,
     policy: Policy,
     rule: AdvantageRule,
@@ -153,7 +154,6 @@ def _run(
     rewards: dict[SampleKey, Tensor],
 ) -> tuple[Gradient, dict[str, Any]]:
     """Roll and update once without counting, for warmth, and once for the record."""
-    schedule = make_chosen(choice, config, policy, rule)
     groups = torch.stack(list(rewards.values())).view(-1, config.prompts.samples, len(rule.weights))
     advantages = list(rule(groups).values.flatten().split([len(batch.samples) for batch in batches]))
     scale = 1 / (len(rewards) * len(batches[0].trained_steps))

@@ -157,7 +157,8 @@ def _joined(batch: Batch, parts: list[Trajectory]) -> Trajectory:
     steps = []
     for records in zip(*(part.steps for part in parts)):
         step = TrainedStep.cat(list(records))
-        step.cotangent = torch.cat([r.cotangent for r in records if r.cotangent is not None])
+        cotangents = [r.cotangent for r in records if r.cotangent is not None]
+        step.cotangent = torch.cat(cotangents) if cotangents else None
         steps.append(step)
     for i, part in enumerate(parts):
         for provisional in part.kept:
