@@ -12,7 +12,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from stretto.config import Config
 
 __all__ = ["main"]
 
@@ -49,23 +52,30 @@ def _run(words: list[str]) -> None:
 
 
 def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from stretto.recipe import load_recipe
-
     if arguments.resume is not None:
         overrides = [*overrides, "--run.resume", arguments.resume]
-    config = load_recipe(arguments.recipe, overrides)
+    config = _load(arguments.recipe, overrides)
     from stretto.train import train
 
     train(config)
 
 
 def _check(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from stretto.recipe import load_recipe
-
-    config = load_recipe(arguments.recipe, overrides)
+    config = _load(arguments.recipe, overrides)
     from stretto.check import check
 
     check(config, arguments.json)
+
+
+def _load(recipe: Path, overrides: list[str]) -> "Config":
+    """The recipe, and a look at its prompts: their faults are told in a moment, before torch is imported."""
+    from stretto.prompts import read_prompts
+    from stretto.recipe import load_recipe
+
+    config = load_recipe(recipe, overrides)
+    if config.prompts.file:
+        read_prompts(Path(config.prompts.file))
+    return config
 
 
 def _sample(arguments: argparse.Namespace) -> None:

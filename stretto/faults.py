@@ -62,6 +62,7 @@ _BOUNDS = {
     "model.frames": _at_least(1),
     "model.guidance_embedded": _at_least(0),
     "model.guidance": _at_least(0, "1 turns guidance off"),
+    "model.text_length": _at_least(1),
     "tuning.rank": _at_least(1),
     "tuning.alpha": _at_least(1),
     "tuning.targets": _no_blank("a target"),
@@ -94,6 +95,7 @@ _BOUNDS = {
     "evaluation.prompts": _no_blank("a prompt"),
     "evaluation.samples": _at_least(1),
     "evaluation.steps": _at_least(0, "0 takes sampling.steps"),
+    "evaluation.patience": _at_least(0, "0 never stops early"),
     "checkpoint.every": _at_least(0, "0 checkpoints at the end and on a signal alone"),
     "checkpoint.keep": _at_least(1),
 }

@@ -1,33 +1,29 @@
 """`stretto sample`: draw pictures from a run, with the ODE.
 
 Takes a run folder (its recipe and newest checkpoint) or a recipe (that run, or the base model before it). The noise
-of a picture depends on the seed, the prompt's place and the sample's number alone, so that two weights are compared
-on the same noise. The hazard is a picture whose weights nobody remembers: `samples.json` beside the pictures says
-which, and the default folder is named after them.
+of a picture depends on the seed, the prompt's place and the sample's number alone, and is evaluation's, so that two
+weights are compared on the same noise. The hazard is a picture whose weights nobody remembers: `samples.json` beside
+the pictures says which, and the default folder is named after them.
 """
 
-import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from stretto.build import build_adapter, build_device, build_prompts, build_sigmas, prepare_process
 from stretto.config import Config
-from stretto.models import load_adapter
-from stretto.policy.noise import KeyedNoise, SampleKey
-from stretto.policy.sampling import ode
-from stretto.policy.sigmas import make_sigmas
-from stretto.prompts import read_prompts
+from stretto.evaluation import EVALUATION, MAX_PROMPTS
+from stretto.models.base import Adapter
+from stretto.models.trainable import attach_lora, make_full, trainable_parameters
+from stretto.policy import KeyedNoise, SampleKey, ode
 from stretto.recipe import load_recipe
 from stretto.record import checkpoint
 from stretto.record.atomic import write_atomic
 from stretto.record.media import save_grid, save_media
-
-if TYPE_CHECKING:
-    from stretto.models.base import Adapter
 
 __all__ = ["Weights", "sample"]
 
@@ -56,45 +52,32 @@ def sample(
 ) -> Path:
     """Draw `num_samples` pictures of every prompt and return the folder with them, a grid and `samples.json`.
 
-    source: a run folder or a recipe. prompts: default the run's evaluation prompts, else all of its prompts.
+    source: a run folder or a recipe. prompts: default the run's evaluation prompts, else its first ten prompts.
     num_samples, num_steps: 0 takes the recipe's (evaluation.samples; evaluation.steps, else sampling.steps). seed:
-    None takes run.seed. out: default `samples/<weights>` in the run folder, with the iteration in its name.
-    weights: None takes the EMA where the run has one, else the live weights; the base where a recipe has no
-    checkpoint yet. which: `newest`, `best` or the number of an iteration. Raises ValueError where any of these is not there.
+    None takes run.seed. out: default `samples/<weights>` in the run folder, with the iteration in its name. weights:
+    None takes the EMA where the run has one, else the live weights; the base where a recipe has no checkpoint yet.
+    which: `newest`, `best` or the number of an iteration. Raises ValueError where any of these is not there.
     """
     chosen = _open(source, weights, which)
     config = chosen.config
+    prepare_process(config)
     adapter = _adapter(chosen)
-    texts = prompts or _prompts(config, adapter)
-    per_prompt = num_samples or config.evaluation.samples
+    texts = prompts or config.evaluation.prompts or build_prompts(config, adapter).texts[:MAX_PROMPTS]
+    count = num_samples or config.evaluation.samples
     seed = config.run.seed if seed is None else seed
     steps = num_steps or config.evaluation.steps or config.sampling.steps
+    sigmas = build_sigmas(config, adapter, steps)
     folder = out or _default_folder(source, chosen)
-    sigmas = make_sigmas(
-        config.sampling.sigmas,
-        steps,
-        shift=config.sampling.shift,
-        num_tokens=adapter.num_tokens,
-        scheduler_config=adapter.scheduler_config,
-    )
     rows = []
     for place, text in enumerate(texts):
-        media = _draw(adapter, config, sigmas, seed, place, text, per_prompt)
-        for number, picture in enumerate(media):
+        keys = [SampleKey(EVALUATION, place, number) for number in range(count)]
+        rows.append(_draw(adapter, config, sigmas, seed, keys, text))
+        for number, picture in enumerate(rows[-1]):
             save_media(picture, folder / f"{place:03d}-{number:03d}")
-        rows.append(media)
-    save_grid(torch.cat(rows), folder / "grid", columns=per_prompt, captions=texts)
-    report = {
-        "source": str(source),
-        "weights": chosen.weights,
-        "iteration": chosen.loaded.iteration if chosen.loaded else None,
-        "steps": steps,
-        "seed": seed,
-        "samples": per_prompt,
-        "prompts": texts,
-    }
-    write_atomic(folder / "samples.json", json.dumps(report, indent=1) + "\n")
-    print(f"{len(texts) * per_prompt} pictures with the {_described(chosen)} in {folder}")
+    save_grid(torch.cat(rows), folder / "grid", columns=count, captions=texts)
+    drawn = {"prompts": texts, "samples": count, "steps": steps, "seed": seed}
+    write_atomic(folder / "samples.json", json.dumps(_origin(source, chosen) | drawn, indent=1) + "\n")
+    print(f"{len(texts) * count} pictures with the {_described(chosen)} in {folder}")
     return folder
 
 
@@ -132,25 +115,10 @@ def _checkpoint(folder: Path, which: str) -> checkpoint.Loaded:
     return checkpoint.load(path)
 
 
-def _adapter(chosen: _Source) -> "Adapter":
+def _adapter(chosen: _Source) -> Adapter:
     """The recipe's model with the chosen weights in it."""
-    from stretto.models.trainable import attach_lora, make_full, trainable_parameters
-
-    model, tuning = chosen.config.model, chosen.config.tuning
-    if chosen.config.run.threads:
-        torch.set_num_threads(chosen.config.run.threads)
-    adapter = load_adapter(
-        model.adapter,
-        path=model.path,
-        height=model.height,
-        width=model.width,
-        frames=model.frames,
-        dtype=model.dtype,
-        device=_device(chosen.config),
-        guidance=model.guidance,
-        guidance_embedded=model.guidance_embedded,
-        negative_prompt=model.negative_prompt,
-    )
+    tuning = chosen.config.tuning
+    adapter = build_adapter(chosen.config)
     if chosen.loaded is None:
         return adapter
     if tuning.method == "lora":
@@ -178,44 +146,27 @@ def _put_in(parameters: dict[str, torch.nn.Parameter], values: dict[str, Tensor]
             parameter.copy_(values[name])
 
 
-def _draw(
-    adapter: "Adapter", config: Config, sigmas: Tensor, seed: int, place: int, text: str, num_samples: int
-) -> Tensor:
-    """`num_samples` decoded samples of one prompt, (num_samples, ...) on the CPU."""
-    noise = KeyedNoise(seed, adapter.latent_shape)
-    device = _device(config)
-    keys = [SampleKey(0, place, number) for number in range(num_samples)]
-    media = []
-    for start in range(0, num_samples, config.sampling.samples_per_forward):
-        batch = keys[start : start + config.sampling.samples_per_forward]
-        latents = noise.initial(batch).to(device)
-        with _autocast(config, device), torch.no_grad():
-            latents = ode(adapter.velocity, sigmas, latents, adapter.encode([text] * len(batch)))
-            media.append(adapter.decode(latents).cpu())
+def _draw(adapter: Adapter, config: Config, sigmas: Tensor, seed: int, keys: list[SampleKey], text: str) -> Tensor:
+    """Decoded samples of one prompt, one for each key, on the CPU; evaluation draws the same of the same keys."""
+    noise, device = KeyedNoise(seed, adapter.latent_shape), build_device(config)
+    rows, media = config.sampling.samples_per_forward, []
+    for start in range(0, len(keys), rows):
+        batch = keys[start : start + rows]
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.model.autocast != "none"):
+            condition = adapter.encode([text] * len(batch))
+            latents = ode(adapter.velocity, sigmas, noise.initial(batch).to(device), condition)
+        media.append(adapter.decode(latents).cpu())
     return torch.cat(media)
-
-
-def _autocast(config: Config, device: str) -> contextlib.AbstractContextManager[Any]:
-    if config.model.autocast == "none":
-        return contextlib.nullcontext()
-    return torch.autocast(torch.device(device).type, torch.bfloat16)
-
-
-def _device(config: Config) -> str:
-    if config.run.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return config.run.device
-
-
-def _prompts(config: Config, adapter: "Adapter") -> list[str]:
-    if config.evaluation.prompts:
-        return config.evaluation.prompts
-    return read_prompts(Path(config.prompts.file)).texts if config.prompts.file else adapter.prompts
 
 
 def _default_folder(source: Path, chosen: _Source) -> Path:
     name = f"{chosen.weights}-{chosen.loaded.iteration:08d}" if chosen.loaded else "base"
     return (source if source.is_dir() else Path(chosen.config.run.folder)) / "samples" / name
+
+
+def _origin(source: Path, chosen: _Source) -> dict[str, Any]:
+    iteration = chosen.loaded.iteration if chosen.loaded else None
+    return {"source": str(source), "weights": chosen.weights, "iteration": iteration}
 
 
 def _described(chosen: _Source) -> str:

@@ -275,6 +275,15 @@ def test_validate_tells_faults_of_any_config_and_never_fails(config):
     assert all(": " in fault for fault in validate(config))
 
 
+def test_every_number_of_the_config_has_a_bound_or_a_rule_of_its_own():
+    from stretto import strict
+    from stretto.faults import _BOUNDS
+
+    ruled = {"sampling.noise_level", "trained_steps.start_max", "schedule.retain_last", "rewards.weight"}
+    numbers = {key for key, kind in strict.field_types().items() if kind in (int, float, int | None)}
+    assert numbers - ruled <= _BOUNDS.keys() <= strict.field_types().keys()
+
+
 def test_the_help_lists_every_setting_with_its_sentence():
     text = settings_help()
     assert "--trained_steps.move_every" in text
