@@ -58,6 +58,7 @@ def build_adapter(config: Config) -> Adapter:
         guidance_embedded=model.guidance_embedded,
         negative_prompt=model.negative_prompt,
         checkpointing=model.checkpointing,
+        text_length=model.text_length,
     )
 
 

@@ -66,6 +66,7 @@ class Learner:
 
     def learn(self, iteration: int) -> dict[str, Any]:
         """Roll out, make the gradient, step; returns the iteration's metrics."""
+        self.policy.counter.take()
         num_updates = self.config.optimizer.updates_per_rollout
         over_parts = self.config.optimizer.updates_over == "parts"
         prompt_parts = parts(self.config.prompts.per_iteration, num_updates if over_parts else 1)

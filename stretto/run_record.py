@@ -5,6 +5,7 @@ One object between the loop and the record room: evaluations, grids, metrics, ch
 """
 
 import random
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -42,6 +43,7 @@ class RunRecord:
         loaded = checkpoint.load_newest(folder.checkpoints, self.identity)
         self.finished = loaded.iteration if loaded else 0
         self.history: dict[str, Any] = {"since_best": 0}
+        self.evaluation_s = 0.0
         self.notes = loaded.notes if loaded else []
         if loaded:
             self._restore(loaded.state)
@@ -85,6 +87,7 @@ class RunRecord:
             metrics["evaluation_at_start"] = self.history["first"]
         if self.evaluator.is_due(self.finished):
             metrics["evaluation"], is_best = self._evaluate()
+            metrics["seconds"]["evaluation"] = self.evaluation_s
         self.trackers.write(metrics)
         every = self.config.checkpoint.every
         is_last = is_last or self.finished == self.config.run.iterations or self.patience_ended
@@ -124,8 +127,8 @@ class RunRecord:
 
     def _evaluate(self) -> tuple[dict[str, float], bool]:
         """Evaluate now; the figures, and whether their reward is the best so far."""
-        with self.learner.policy.stopwatch.phase("evaluation"):
-            evaluation = self.evaluator.evaluate(self.learner.ema)
+        start = time.perf_counter()
+        evaluation = self.evaluator.evaluate(self.learner.ema)
         count = self.config.evaluation.samples
         shown = [group[:GRID_COLUMNS] for group in evaluation.media.split(count)]
         save_grid(
@@ -134,6 +137,7 @@ class RunRecord:
             columns=min(count, GRID_COLUMNS),
             captions=evaluation.prompts,
         )
+        self.evaluation_s = time.perf_counter() - start
         figures, history = evaluation.figures, self.history
         history.setdefault("first", figures)
         history["last"] = figures

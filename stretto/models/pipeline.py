@@ -5,10 +5,13 @@ in many lines; here whatever is wrong is a ValueError of one line that names the
 """
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from diffusers import DiffusionPipeline
 
 __all__ = ["check_multiple", "open_pipeline"]
@@ -30,6 +33,9 @@ def open_pipeline(
     found = _class_name(path)
     if found != pipeline_class.__name__:
         raise ValueError(f"{path} holds a {found}, this adapter needs a {pipeline_class.__name__}; set model.adapter")
+    if not sys.stderr.isatty():
+        diffusers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
     try:
         pipeline = pipeline_class.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
