@@ -29,7 +29,10 @@ def main(words: Sequence[str] | None = None) -> int:
     0 when all went well, 2 for what the user can mend, 128 + n after signal n (130 for Ctrl-C).
     """
     try:
-        _run(list(sys.argv[1:] if words is None else words))
+        try:
+            _run(list(sys.argv[1:] if words is None else words))
+        finally:
+            sys.stdout.flush()
     except (KeyboardInterrupt, ValueError, OSError, ImportError) as error:
         return _exit_code(error)
     return 0
