@@ -5,6 +5,7 @@ rollout is recompute-free; later ones are native, with the ratio clip. The hazar
 rollout must be rolled out before the first step moves the weights.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,7 @@ class Learner:
         )
         self.ema = Ema(policy.parameters, config.ema.decay) if config.ema.decay else None
         self.num_optimizer_steps = 0
+        self._has_warned = False
 
     def learn(self, iteration: int) -> dict[str, Any]:
         """Roll out, make the gradient, step; returns the iteration's metrics."""
@@ -72,6 +74,7 @@ class Learner:
         prompt_parts = parts(self.config.prompts.per_iteration, num_updates if over_parts else 1)
         stats = self.schedule.stats()
         first = self.roll(iteration, prompt_parts[0], self.schedule, stats)
+        self._compare_log_probs(float(stats.max_log_prob_difference))
         later = [self.roll(iteration, part, self.native, None) for part in prompt_parts[1:]]
         steps = [self.step()]
         for rolled in later if over_parts else [first] * (num_updates - 1):
@@ -177,6 +180,18 @@ class Learner:
             "held_bytes": held,
             "seconds": self.policy.stopwatch.take(),
         }
+
+    def _compare_log_probs(self, difference: float) -> None:
+        """Say once when two forwards of unmoved weights differ by more than the clip: its band is then noise."""
+        clip_range = self.config.objective.clip_range
+        if difference > clip_range and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"log-probabilities of rollout and update differ by {difference:.2g} with the weights unmoved, more "
+                f"than objective.clip_range = {clip_range:g}: numerics spend the trust region. Take a recompute-free "
+                "schedule, or schedule.replay_batch = 1",
+                stacklevel=2,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next iteration depends on, beside the config."""

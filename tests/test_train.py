@@ -19,7 +19,6 @@ from stretto.record import checkpoint
 from stretto.record.signals import Interrupted
 from stretto.rewards.scoring import RewardError
 from stretto.train import train
-from tests import tiny
 
 FLUX = """
 [model]
@@ -95,16 +94,8 @@ def two(media, prompts):
 """
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    tiny.tiny_flux_folder(folder / "flux")
-    tiny.tiny_wan_folder(folder / "wan")
-    return folder
-
-
 @pytest.fixture
-def recipe(models, tmp_path):
+def recipe(folders, tmp_path):
     """A function that writes a recipe file of a model and a method and returns its path."""
     rows = [{"prompt": text, "weight": 1.0 + i} for i, text in enumerate(["a red cat", "a dog", "a dog"])]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -115,7 +106,7 @@ def recipe(models, tmp_path):
         path = tmp_path / f"{model}-{folder}.toml"
         path.write_text(
             text.format(
-                model=models / model,
+                model=folders[model],
                 folder=tmp_path / folder,
                 prompts=tmp_path / "prompts.jsonl",
                 rewards=tmp_path / "rewards.py",
@@ -172,7 +163,7 @@ def test_every_method_trains_and_checks_every_model(model, method, tuning, recip
     assert rows["retain"]["is_bitwise"]
     for name in ("reweight", "two_sum", "hybrid"):
         assert not rows[name]["refused"]
-        assert rows[name]["relative_l2"] < 5e-6
+        assert rows[name]["relative_l2"] < (1e-6 if model == "flux" else 2e-6)  # guidance of 4.5 amplifies rounding
         assert rows[name]["forwards"] == 4
 
 
