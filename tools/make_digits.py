@@ -1,6 +1,6 @@
 """Makes the two shipped files of the digits demo from scikit-learn's bundled 8 x 8 digits.
 
-    python tools/make_digits.py [base|classifier|all] [--steps 4000] [--base FILE] [--classifier FILE]
+    python tools/make_digits.py [base|classifier|all] [--steps 3000] [--base FILE] [--classifier FILE]
 
 The base learns flow matching on all 1,797 images with half of the labels random, drawn afresh at every step,
 so the right digit is the likeliest one and no more than that; a tenth see no label, for classifier-free
@@ -117,7 +117,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", nargs="?", choices=["base", "classifier", "all"], default="all")
-    parser.add_argument("--steps", type=int, default=4000, help="optimizer steps of the base")
+    parser.add_argument("--steps", type=int, default=3000, help="optimizer steps of the base")
     parser.add_argument("--batch", type=int, default=128, help="images in one step of the base")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
