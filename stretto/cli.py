@@ -145,9 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", choices=["no", "auto"], help="auto goes on from the newest checkpoint")
 
     sample = verbs.add_parser("sample", help="draw pictures from a run or a recipe", allow_abbrev=False)
-    sample.add_argument(
-        "source", type=Path, metavar="RUN_FOLDER_OR_RECIPE", help="a recipe draws from its base model"
-    )
+    sample.add_argument("source", type=Path, metavar="RUN_FOLDER_OR_RECIPE", help="a recipe stands for its run")
     sample.add_argument("--prompt", action="append", metavar="TEXT", help="again for more; default: the run's")
     sample.add_argument("--samples", type=_count, default=0, metavar="N", help="pictures a prompt")
     sample.add_argument("--steps", type=_count, default=0, metavar="N", help="steps of the ODE")
@@ -185,7 +183,9 @@ def _exit_code(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     if isinstance(error, KeyboardInterrupt):
-        return 128 + getattr(error, "signal_number", signal.SIGINT)
+        number = signal.Signals(getattr(error, "signal_number", signal.SIGINT))
+        print(f"stretto: stopped by {number.name}; a run goes on with --resume auto", file=sys.stderr)
+        return 128 + number
     if isinstance(error, ImportError):
         text = _missing_extra(error)
     elif isinstance(error, OSError):

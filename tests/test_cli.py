@@ -160,9 +160,9 @@ def test_overrides_and_resume_reach_the_loop(recipe, trained):
             'stretto: error: peft is not installed: pip install "stretto[train]"',
             2,
         ),
-        (KeyboardInterrupt(), "", 130),
-        (Interrupted(signal.SIGINT), "", 130),
-        (Interrupted(signal.SIGTERM), "", 143),
+        (KeyboardInterrupt(), "stretto: stopped by SIGINT; a run goes on with --resume auto", 130),
+        (Interrupted(signal.SIGINT), "stretto: stopped by SIGINT; a run goes on with --resume auto", 130),
+        (Interrupted(signal.SIGTERM), "stretto: stopped by SIGTERM; a run goes on with --resume auto", 143),
     ],
     ids=["value", "full disk", "missing extra", "Ctrl-C", "SIGINT", "SIGTERM"],
 )

@@ -1,12 +1,13 @@
 """Checkpoints that are whole or not there, and know of which model they are.
 
-A checkpoint is a folder `iteration-00000020` with `state.safetensors` and, written last, `manifest.json`: the
-size and SHA-256 of every file, the iteration and the model's identity. It is made under a hidden name,
-flushed, and renamed, so that a kill at any moment leaves the one before it. The hazards: a file cut short
-later (found by the manifest, named, and the checkpoint before it taken), a full disk (nothing half-written
+A checkpoint is a folder `iteration-00000020` with `state.safetensors` and, written last, `manifest.json`: the size
+and SHA-256 of every file, the iteration, the model's identity and whether it was the best so far. It is made under a
+hidden name, flushed, and renamed, so that a kill at any moment leaves the one before it. The hazards: a file cut
+short later (found by the manifest, named, and the checkpoint before it taken), a full disk (nothing half-written
 stays) and a checkpoint of another model (refused). Nothing is unpickled.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -22,7 +23,7 @@ from stretto.record.tensor_file import read_state, write_state
 __all__ = ["Loaded", "best", "load", "load_newest", "newest", "save"]
 
 _NAME = re.compile(r"iteration-(\d{8,})")
-_STATE, _MANIFEST, _BEST = "state.safetensors", "manifest.json", "best.json"
+_STATE, _MANIFEST = "state.safetensors", "manifest.json"
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 
 
@@ -57,12 +58,10 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         _tidy(folder)
         try:
-            _write(partial, iteration, state, identity)
+            _write(partial, iteration, state, identity, is_best)
             _take_name(partial, final)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        if is_best:
-            write_atomic(folder / _BEST, json.dumps({"checkpoint": final.name}) + "\n")
         _forget(folder, iteration, keep)
     return final
 
@@ -77,8 +76,7 @@ def load_newest(folder: Path, identity: Mapping[str, Any] | None = None) -> Load
     for path in newest(folder):
         damage = _damage(path)
         if damage is None:
-            loaded = load(path, identity)
-            return Loaded(loaded.iteration, loaded.state, [f"{note}; took {path.name}" for note in notes])
+            return _read(path, identity, [f"{note}; took {path.name}" for note in notes])
         notes.append(f"{path} is damaged ({damage})")
     if notes:
         raise ValueError(f"no checkpoint is whole: {'; '.join(notes)}; start again in another run.folder")
@@ -90,11 +88,7 @@ def load(path: Path, identity: Mapping[str, Any] | None = None) -> Loaded:
     damage = _damage(path)
     if damage is not None:
         raise ValueError(f"{path} is damaged ({damage})")
-    manifest = _manifest(path)
-    if identity is not None:
-        _compare(path, manifest["identity"], _plain(identity))
-    with (path / _STATE).open("rb") as file:
-        return Loaded(manifest["iteration"], read_state(file))
+    return _read(path, identity, [])
 
 
 def newest(folder: Path) -> list[Path]:
@@ -107,12 +101,12 @@ def newest(folder: Path) -> list[Path]:
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint last saved with `is_best`, if it is still there."""
-    try:
-        path = folder / str(json.loads((folder / _BEST).read_text())["checkpoint"])
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return path if path.is_dir() else None
+    """The newest checkpoint that was saved with `is_best`."""
+    for path in newest(folder):
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            if _manifest(path)["is_best"]:
+                return path
+    return None
 
 
 class _Digested:
@@ -127,7 +121,16 @@ class _Digested:
         self.num_bytes += len(data)
 
 
-def _write(partial: Path, iteration: int, state: dict[str, Any], identity: Mapping[str, Any]) -> None:
+def _read(path: Path, identity: Mapping[str, Any] | None, notes: list[str]) -> Loaded:
+    """A checkpoint whose files are known to be whole."""
+    manifest = _manifest(path)
+    if identity is not None:
+        _compare(path, manifest["identity"], _plain(identity))
+    with (path / _STATE).open("rb") as file:
+        return Loaded(manifest["iteration"], read_state(file), notes)
+
+
+def _write(partial: Path, iteration: int, state: dict[str, Any], identity: Mapping[str, Any], is_best: bool) -> None:
     partial.mkdir()
     with new_file(partial / _STATE) as file:
         digested = _Digested(file)
@@ -136,6 +139,7 @@ def _write(partial: Path, iteration: int, state: dict[str, Any], identity: Mappi
         "format": 1,
         "iteration": iteration,
         "identity": _plain(identity),
+        "is_best": is_best,
         "files": {_STATE: {"bytes": digested.num_bytes, "sha256": digested.digest.hexdigest()}},
     }
     write_atomic(partial / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
@@ -164,9 +168,12 @@ def _tidy(folder: Path) -> None:
 def _forget(folder: Path, iteration: int, keep: int) -> None:
     present = newest(folder)
     later = [path for path in present if int(path.name.removeprefix("iteration-")) > iteration]
-    older = [path for path in present if path not in later and path != best(folder)]
+    best_so_far = best(folder)
+    older = [path for path in present if path not in later and path != best_so_far]
     for path in later + older[keep:]:
-        shutil.rmtree(path)
+        gone = path.with_name(f"{_PARTIAL}{path.name}")  # so that a kill leaves none half-deleted under its name
+        path.rename(gone)
+        shutil.rmtree(gone)
 
 
 def _entries(folder: Path) -> list[Path]:
