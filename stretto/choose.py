@@ -80,10 +80,10 @@ def _race(config: Config, policy: Policy, rule: AdvantageRule, default: Choice, 
     replay_batch = default.replay_batch if default.replay_batch != 1 else rows
     native = Choice("native", replay_batch, "")
     seconds: dict[str, list[float]] = {default.name: [], "native": []}
+    racers = [make_chosen(choice, config, policy, rule) for choice in (default, native)]
     for _ in range(config.schedule.race):
-        for choice in (default, native):
-            schedule = make_chosen(choice, config, policy, rule)
-            seconds[choice.name].append(_seconds(schedule, policy, rule, config.prompts.samples, batches))
+        for schedule in racers:
+            seconds[schedule.name].append(_seconds(schedule, policy, rule, config.prompts.samples, batches))
     ours, theirs = min(seconds[default.name]), min(seconds["native"])
     raced = (
         f"{default.name} ({default.reason}) {ours:.3g} s and native with replay of {replay_batch} rows "

@@ -148,6 +148,9 @@ def add_weighted(
     for parameter, gradient in zip(parameters, gradients):
         if gradient is None:
             continue
+        if len(weights) == 1 and parameter.grad is not None:
+            parameter.grad.add_(gradient[0], alpha=float(weights))
+            continue
         total = torch.tensordot(weights.to(gradient), gradient, dims=1).to(parameter.dtype)
         parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
 
