@@ -131,7 +131,6 @@ class DigitsAdapter:
         self.rows_per_sample = 1 if guidance == 1.0 else 2
         self._guidance = guidance
         self._negative_prompt = negative_prompt
-        self._dtype = dtype
         self._embeds = {name: value.to(device=device, dtype=dtype) for name, value in embeds.items()}
         self._image_ids = image_ids().to(device)
         self._text_ids = torch.zeros(TEXT_TOKENS, 3, device=device)
@@ -151,16 +150,18 @@ class DigitsAdapter:
         return guided_velocity(self._forward, self._guidance, latents, sigma, condition)
 
     def _forward(self, latents: Tensor, sigma: Tensor, condition: Condition) -> Tensor:
-        velocity = self.transformer(
-            hidden_states=latents.to(self._dtype),
-            timestep=sigma.to(self._dtype),
-            encoder_hidden_states=condition["prompt_embeds"],
-            pooled_projections=condition["pooled_prompt_embeds"],
+        transformer: Any = self.transformer
+        dtype = transformer.x_embedder.weight.dtype  # read at each call: full tuning makes the weights float32
+        velocity: Tensor = transformer(
+            hidden_states=latents.to(dtype),
+            timestep=sigma.to(dtype),
+            encoder_hidden_states=condition["prompt_embeds"].to(dtype),
+            pooled_projections=condition["pooled_prompt_embeds"].to(dtype),
             img_ids=self._image_ids,
             txt_ids=self._text_ids,
             return_dict=False,
         )[0]
-        return velocity.float()
+        return velocity.to(latents.dtype)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

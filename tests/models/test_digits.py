@@ -150,3 +150,19 @@ def test_a_prompt_that_is_no_digit_is_named(adapter, prompt):
 def test_a_missing_base_says_how_to_make_it(tmp_path):
     with pytest.raises(ValueError, match=r"is missing; make it with `python tools/make_digits\.py base`"):
         DigitsAdapter(base=tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_bf16_base_trains(method):
+    from stretto.models.trainable import attach_lora, make_full
+
+    adapter = load_adapter("digits", dtype="bfloat16")
+    condition = adapter.encode(["3"])
+    if method == "full":
+        make_full(adapter.transformer)
+    else:
+        attach_lora(adapter.transformer, rank=2, alpha=2, targets=adapter.lora_targets, seed=0)
+    velocity = adapter.velocity(torch.zeros(1, *adapter.latent_shape), torch.ones(1), condition)
+    velocity.sum().backward()
+    assert velocity.dtype is torch.float32
+    assert any(p.grad is not None for p in adapter.transformer.parameters())

@@ -25,7 +25,7 @@ def iterations_in(path):
     return [line["iteration"] for line in read_metrics(path)]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(st.integers(0, 9), st.integers(0, 9), st.binary(max_size=20).filter(lambda torn: b"\n" not in torn))
 def test_a_resumed_file_is_that_of_a_run_that_never_stopped(tmp_path, reached, from_iteration, torn):
     path, never_stopped = tmp_path / "metrics.jsonl", tmp_path / "never_stopped.jsonl"
