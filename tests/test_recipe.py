@@ -58,7 +58,7 @@ def any_value(kind):
     return scalars[kind] if kind in scalars else st.one_of(any_value(inner) for inner in typing.get_args(kind))
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(deadline=None)
 @given(any_value(Config))
 def test_every_config_comes_back_equal_from_its_toml(tmp_path_factory, config):
     from stretto import strict
@@ -271,7 +271,7 @@ def test_rewards_that_cannot_score_are_told(rewards, told):
     assert fault.startswith(told)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(deadline=None)
 @given(any_value(Config))
 def test_validate_tells_faults_of_any_config_and_never_fails(config):
     assert all(": " in fault for fault in validate(config))

@@ -82,7 +82,7 @@ NESTS = st.recursive(
 )
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(KEYS, NESTS, max_size=4))
 def test_any_state_comes_back_bit_for_bit_and_type_for_type(tmp_path, state):
     checkpoint.save(tmp_path, 1, state, identity=IDENTITY)
