@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from stretto.prompts import read_prompts
 from stretto.recipe import RecipeError, dump_recipe, load_recipe, settings_help, validate
 
 REWARDS = '[[rewards]]\nname = "digits"\n'
+RECIPES = Path(__file__).parents[1] / "recipes"
 GOOD = Config(rewards=[Reward("digits")])
 
 
@@ -79,6 +81,11 @@ def test_the_resolved_recipe_loads_to_the_same_config(recipe, tmp_path):
     assert load_recipe(tmp_path / "config.toml", []) == config
     assert "start_max = 4" in dump_recipe(config)
     assert "start_max" not in dump_recipe(GOOD)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.name)
+def test_every_shipped_recipe_loads(path):
+    assert load_recipe(path, []).rewards
 
 
 def test_an_override_wins_over_the_file(recipe):
