@@ -33,4 +33,4 @@ check:
 
 bench:
 	@tools/install $(ALL)
-	$(BIN)/python bench/schedules.py $(ARGS)
+	$(BIN)/python -m bench $(ARGS)

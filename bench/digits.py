@@ -1,6 +1,6 @@
 """The demo over several seeds, native against the default schedule: the same curves, in less time.
 
-    python -m bench.digits [--seeds 0 1 2] [--iterations N] [--json FILE]
+    python -m bench.digits [--seeds 0 1 2] [--iterations N] [--quick] [--json FILE]
 
 For every seed the recipe runs once with `native` and once with the default, in turn, each in a process of its own,
 with an evaluation every 10 iterations. Prints the judge before and after, the largest difference of the reward
@@ -26,8 +26,11 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=0, help="default: the recipe's")
     parser.add_argument("--every", type=int, default=10, help="iterations between evaluations")
+    parser.add_argument("--quick", action="store_true", help="one seed, few iterations")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seeds, arguments.iterations, arguments.every = [0], 2, 1
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in arguments.seeds:

@@ -79,7 +79,7 @@ class RunRecord:
         if self.finished == 0 and self.config.evaluation.every:
             self._evaluate()
 
-    def write(self, metrics: dict[str, Any], *, is_last: bool) -> None:
+    def write(self, metrics: dict[str, Any], *, must_stop: bool) -> None:
         """Take one iteration: evaluate if due, write the metrics, then the checkpoint if due."""
         self.finished = metrics["iteration"] + 1
         is_best = False
@@ -90,7 +90,7 @@ class RunRecord:
             metrics["seconds"]["evaluation"] = self.evaluation_s
         self.trackers.write(metrics)
         every = self.config.checkpoint.every
-        is_last = is_last or self.finished == self.config.run.iterations or self.patience_ended
+        is_last = must_stop or self.finished == self.config.run.iterations or self.patience_ended
         if is_last or is_best or (every and self.finished % every == 0):
             self._save(is_best)
 

@@ -53,6 +53,7 @@ def loop(config: Config, learner: Learner, record: RunRecord, signals: Signals) 
     record.evaluate_at_start()
     for iteration in range(record.finished, config.run.iterations):
         metrics = learner.learn(iteration)
-        record.write(metrics, is_last=signals.caught is not None)
-        if signals.caught is not None or record.patience_ended:
+        must_stop = signals.caught is not None
+        record.write(metrics, must_stop=must_stop)
+        if must_stop or record.patience_ended:
             return
