@@ -14,7 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from bench.setting import TINY, Contender, Probe, Size, Turn, make_policy, witho
 __all__ = ["CASES", "Case", "measure"]
 
 SHARE = 0.95
+QUICK_STEPS = 4
 REPLAY = "native, replay"
 LEAN = [Contender("retain", "retain"), Contender("reweight", "reweight")]
 OTHERS = [Contender("two_sum", "two_sum"), Contender("hybrid", "hybrid")]
@@ -166,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model and few repeats: does it run")
     parser.add_argument("--json", type=Path, help="write the result; with --only the other cases in the file stay")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=0, help="9, or 2 with --quick")
     parser.add_argument("--only", nargs="+", metavar="CASE", choices=[case.name for case in CASES])
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
@@ -174,8 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for case in CASES:
         if args.only and case.name not in args.only:
             continue
-        size, repeats = (TINY, 3) if args.quick else (Size(), args.repeats)
-        results[case.name] = measure(case, size, repeats)
+        if args.quick:
+            case = replace(case, num_steps=QUICK_STEPS, trained=max(1, case.trained * QUICK_STEPS // case.num_steps))
+        results[case.name] = measure(case, TINY if args.quick else Size(), args.repeats or (2 if args.quick else 9))
         print(table(case.name, results[case.name]), flush=True)
     seconds = time.perf_counter() - started
     print(f"\n{seconds:.0f} s")
