@@ -113,9 +113,7 @@ def make_classifier(steps: int, seed: int) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["base", "classifier", "all"], default="all")
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps of the base")
     parser.add_argument("--batch", type=int, default=128, help="images in one step of the base")

@@ -56,9 +56,7 @@ def digits(media: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
         ValueError: media of another shape, or a prompt that is not a digit.
     """
     if media.ndim != 4 or tuple(media.shape[1:]) != (1, 8, 8):
-        raise ValueError(
-            f"the reward `digits` needs pictures of shape (B, 1, 8, 8), not {tuple(media.shape)}"
-        )
+        raise ValueError(f"the reward `digits` needs pictures of shape (B, 1, 8, 8), not {tuple(media.shape)}")
     for prompt in prompts:
         if len(prompt) != 1 or prompt not in "0123456789":
             raise ValueError(f'the reward `digits` needs prompts "0" to "9", not {prompt!r}')

@@ -101,9 +101,7 @@ def _features(pixels: np.ndarray, center: np.ndarray, principal: np.ndarray) -> 
     return np.concatenate([coordinates, left_out], axis=1)
 
 
-def _frechet(
-    mean: np.ndarray, covariance: np.ndarray, mean_real: np.ndarray, covariance_real: np.ndarray
-) -> float:
+def _frechet(mean: np.ndarray, covariance: np.ndarray, mean_real: np.ndarray, covariance_real: np.ndarray) -> float:
     values, vectors = np.linalg.eigh(covariance_real)
     root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
     cross = np.sqrt(np.maximum(np.linalg.eigvalsh(root @ covariance @ root), 0)).sum()

@@ -93,8 +93,7 @@ def _failing_row(
     """The first row on which the function raises alone; None where it raises on none."""
     for row in range(len(media)):
         alone = {
-            key: value[row : row + 1] if _per_row(value, len(media)) else value
-            for key, value in metadata.items()
+            key: value[row : row + 1] if _per_row(value, len(media)) else value for key, value in metadata.items()
         }
         try:
             with torch.no_grad():
