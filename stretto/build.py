@@ -7,12 +7,14 @@ mend, before the run folder is touched.
 import os
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stretto.config import Config
+from stretto.feed import Feed
 from stretto.models import load_adapter
 from stretto.models.base import Adapter
 from stretto.models.trainable import attach_lora, make_full, reference, trainable_parameters
@@ -21,6 +23,8 @@ from stretto.prompts import Prompts, read_prompts
 from stretto.rewards import load_reward
 
 __all__ = [
+    "Assembly",
+    "assemble",
     "build_adapter",
     "build_device",
     "build_policy",
@@ -31,6 +35,28 @@ __all__ = [
     "build_steps_rule",
     "prepare_process",
 ]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The objects of a run that depend on the config alone."""
+
+    adapter: Adapter
+    prompts: Prompts
+    policy: Policy
+    rule: AdvantageRule
+    rewards: dict[str, Callable[..., Any]]
+    feed: Feed
+
+
+def assemble(config: Config) -> Assembly:
+    """Everything at once, the cheap and the likely to be wrong first."""
+    prepare_process(config)
+    rule, steps_rule, rewards = build_rule(config), build_steps_rule(config), build_rewards(config)
+    adapter = build_adapter(config)
+    prompts = build_prompts(config, adapter)
+    feed = Feed(config, adapter, prompts, steps_rule)
+    return Assembly(adapter, prompts, build_policy(config, adapter), rule, rewards, feed)
 
 
 def build_device(config: Config) -> torch.device:

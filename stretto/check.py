@@ -16,18 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.build import (
-    build_adapter,
-    build_policy,
-    build_prompts,
-    build_rewards,
-    build_rule,
-    build_steps_rule,
-    prepare_process,
-)
+from stretto.build import assemble
 from stretto.choose import Choice, make_chosen
 from stretto.config import Config
-from stretto.feed import Feed
 from stretto.policy import AdvantageRule, Batch, Policy, SampleKey, Schedule
 from stretto.record.atomic import write_atomic
 from stretto.record.environment import environment
@@ -62,19 +53,15 @@ class Row:
 
 def check(config: Config, json_file: Path | None = None) -> None:
     """Print the table of a recipe, and write it to `json_file`. Raises ValueError for what the user can mend."""
-    prepare_process(config)
-    rule, steps_rule, rewards = build_rule(config), build_steps_rule(config), build_rewards(config)
-    adapter = build_adapter(config)
-    prompts = build_prompts(config, adapter)
-    policy = build_policy(config, adapter)
-    batches = Feed(config, adapter, prompts, steps_rule).first_wave()
+    run = assemble(config)
+    batches = run.feed.first_wave()
 
     def judged(batch: Batch, latents: Tensor) -> Tensor:
         names = [f"{key.sample} of prompt group {key.prompt}" for key in batch.samples]
-        metadata = {key: [row[key] for row in batch.metadata] for key in prompts.metadata}
-        return score(rewards, adapter.decode(latents), list(batch.prompts), names, metadata)
+        metadata = {key: [row[key] for row in batch.metadata] for key in run.prompts.metadata}
+        return score(run.rewards, run.adapter.decode(latents), list(batch.prompts), names, metadata)
 
-    rows = compare(config, policy, rule, batches, judged)
+    rows = compare(config, run.policy, run.rule, batches, judged)
     samples = sum(len(batch.samples) for batch in batches)
     print(f"{samples} samples, {config.sampling.steps} steps, {len(batches[0].trained_steps)} trained")
     print(table(rows))

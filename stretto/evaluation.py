@@ -4,7 +4,6 @@ The same pictures are drawn each time, so that grids and figures compare across 
 another than the reward where the recipe names one: a reward that rises while the judge falls is being exploited.
 """
 
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.build import build_device, build_sigmas
+from stretto.build import Assembly, build_device, build_sigmas
 from stretto.config import Config
-from stretto.models.base import Adapter
 from stretto.models.ema import Ema
 from stretto.policy import KeyedNoise, SampleKey, ode
 from stretto.prompts import Prompts
@@ -43,15 +41,13 @@ class Evaluation:
 class Evaluator:
     """Draws and judges `evaluation.samples` samples of each evaluation prompt."""
 
-    def __init__(
-        self, config: Config, adapter: Adapter, prompts: Prompts, rewards: Mapping[str, Callable[..., Any]]
-    ) -> None:
-        self.config, self.adapter, self.rewards = config, adapter, rewards
+    def __init__(self, config: Config, run: Assembly) -> None:
+        self.config, self.adapter, self.rewards, prompts = config, run.adapter, run.rewards, run.prompts
         self.texts = config.evaluation.prompts or prompts.texts[:MAX_PROMPTS]
         self.metadata = _metadata(self.texts, prompts)
         self.judge = load_judge(config.evaluation.judge) if config.evaluation.judge else None
-        self.sigmas = build_sigmas(config, adapter, config.evaluation.steps or config.sampling.steps)
-        self.noise = KeyedNoise(config.run.seed, adapter.latent_shape)
+        self.sigmas = build_sigmas(config, run.adapter, config.evaluation.steps or config.sampling.steps)
+        self.noise = KeyedNoise(config.run.seed, run.adapter.latent_shape)
         self.weights = torch.tensor([reward.weight for reward in config.rewards], dtype=torch.float64)
 
     def is_due(self, finished: int) -> bool:

@@ -6,18 +6,17 @@ rollout must be rolled out before the first step moves the weights.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stretto.build import Assembly
 from stretto.config import Config
-from stretto.feed import Feed
-from stretto.models.base import Adapter
 from stretto.models.ema import Ema
-from stretto.policy import AdvantageRule, Batch, NonFiniteError, Policy, Trajectory, fingerprint
+from stretto.policy import Batch, NonFiniteError, Trajectory, fingerprint
 from stretto.policy.layout import parts
 from stretto.policy.schedules import Native, Schedule, UpdateStats
 from stretto.rewards.scoring import score
@@ -43,19 +42,10 @@ class Rolled:
 class Learner:
     """Policy, schedule, optimizer and EMA of a run; `learn` makes one iteration."""
 
-    def __init__(
-        self,
-        config: Config,
-        adapter: Adapter,
-        policy: Policy,
-        schedule: Schedule,
-        *,
-        feed: Feed,
-        rule: AdvantageRule,
-        rewards: Mapping[str, Callable[..., Any]],
-    ) -> None:
-        self.config, self.adapter, self.policy, self.schedule = config, adapter, policy, schedule
-        self.feed, self.rule, self.rewards = feed, rule, rewards
+    def __init__(self, config: Config, run: Assembly, schedule: Schedule) -> None:
+        self.config, self.schedule = config, schedule
+        self.adapter, self.policy, self.feed = run.adapter, run.policy, run.feed
+        self.rule, self.rewards = run.rule, run.rewards
         self.native = Native(policy, config.schedule.replay_batch)
         self.parameters = list(policy.parameters.values())
         o = config.optimizer

@@ -7,19 +7,10 @@ then the checkpoint, so that a checkpoint never knows more than the metrics do.
 
 from pathlib import Path
 
-from stretto.build import (
-    build_adapter,
-    build_policy,
-    build_prompts,
-    build_rewards,
-    build_rule,
-    build_steps_rule,
-    prepare_process,
-)
+from stretto.build import assemble
 from stretto.choose import choose, make_chosen
 from stretto.config import Config
 from stretto.evaluation import Evaluator
-from stretto.feed import Feed
 from stretto.learner import Learner
 from stretto.record.run_folder import RunFolder
 from stretto.record.signals import Signals
@@ -30,17 +21,12 @@ __all__ = ["train"]
 
 def train(config: Config) -> None:
     """Run a recipe to its end, or to a signal. Raises ValueError for what the user can mend."""
-    prepare_process(config)
-    rewards, rule, steps_rule = build_rewards(config), build_rule(config), build_steps_rule(config)
-    adapter = build_adapter(config)
-    prompts = build_prompts(config, adapter)
-    evaluator = Evaluator(config, adapter, prompts, rewards)
-    policy = build_policy(config, adapter)
+    run = assemble(config)
+    evaluator = Evaluator(config, run)
     with RunFolder.open(Path(config.run.folder), config.run.resume) as folder, Signals() as signals:
-        feed = Feed(config, adapter, prompts, steps_rule)
-        choice = choose(config, policy, rule, feed.first_wave, folder.path / "schedule.json")
-        schedule = make_chosen(choice, config, policy, rule)
-        learner = Learner(config, adapter, policy, schedule, feed=feed, rule=rule, rewards=rewards)
+        choice = choose(config, run.policy, run.rule, run.feed.first_wave, folder.path / "schedule.json")
+        schedule = make_chosen(choice, config, run.policy, run.rule)
+        learner = Learner(config, run, schedule)
         with RunRecord(config, folder, learner, evaluator) as record:
             record.greet(choice)
             loop(config, learner, record, signals)

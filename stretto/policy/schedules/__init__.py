@@ -2,11 +2,12 @@
 
 from stretto.policy.advantage import AdvantageRule
 from stretto.policy.rollout import Policy
-from stretto.policy.schedules.base import Schedule, StalePolicyError, UpdateStats
+from stretto.policy.schedules.base import Schedule, StalePolicyError
 from stretto.policy.schedules.hybrid import Hybrid
 from stretto.policy.schedules.native import Native
 from stretto.policy.schedules.retain import Retain
 from stretto.policy.schedules.reweight import Reweight
+from stretto.policy.schedules.stats import UpdateStats
 from stretto.policy.schedules.two_sum import TwoSum
 
 __all__ = [

@@ -4,8 +4,8 @@ Between the two: the held graphs bound the memory at k steps, and those steps co
 KL, no second vector-Jacobian product.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from stretto.policy.loss import TrainedStep
 from stretto.policy.rollout import Batch, Policy, Score, Trajectory
-from stretto.policy.schedules.base import UpdateStats, make_gradient
-from stretto.policy.schedules.reweight import Provisional, Reweight, add_weighted
+from stretto.policy.schedules.base import make_gradient
+from stretto.policy.schedules.reweight import Provisional, Reweight
+from stretto.policy.work import KeptBytes
 
 __all__ = ["Hybrid"]
 
@@ -31,10 +32,10 @@ class Hybrid(Reweight):
         self._bytes_per_graph: dict[int, int] = {}
 
     def during(self, index: int, batch: Batch) -> AbstractContextManager[Any]:
-        """As reweight's before the last steps; a plain gradient forward, weighed the first time, for those."""
+        """As reweight's before the last steps; a plain gradient forward for those."""
         if not self._is_retained(index, batch):
             return super().during(index, batch)
-        return torch.enable_grad()
+        return self._keeping(len(batch.samples))
 
     def trained(self, index: int, step: TrainedStep, velocity: Tensor, batch: Batch) -> None:
         """Backpropagate at once, or keep the graph."""
@@ -43,18 +44,6 @@ class Hybrid(Reweight):
         else:
             super().trained(index, step, velocity, batch)
 
-    def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
-        """See `Schedule.update`."""
-        with self.policy.stopwatch.phase("update"):
-            for trajectory, values in zip(trajectories, advantages):
-                self.require_current(trajectory)
-                kept, trajectory.kept = trajectory.kept, None
-                for part in kept:
-                    add_weighted(self.parameters, part.gradients, values[part.rows] * scale)
-                    self._backpropagate(trajectory, part, values[part.rows], scale)
-                self._charge(trajectory, values, scale)
-            return self._settle(scale)
-
     def _is_retained(self, index: int, batch: Batch) -> bool:
         return index >= len(batch.trained_steps) - self.retain_last
 
@@ -62,9 +51,24 @@ class Hybrid(Reweight):
         self._graphs = []
         trajectory = super()._rollout(batch, score)
         trajectory.kept[0].graphs, self._graphs = self._graphs, []
+        self._in_flight += len(trajectory.kept[0].graphs) * self._bytes_per_graph.get(len(batch.samples), 0)
+        self.held_bytes = max(self.held_bytes, self._in_flight)
         return trajectory
 
-    def _backpropagate(self, trajectory: Trajectory, part: Provisional, values: Tensor, scale: float) -> None:
+    @contextmanager
+    def _keeping(self, num_rows: int) -> Iterator[None]:
+        """A forward with gradient, its graph weighed the first time that one of so many rows is run."""
+        with torch.enable_grad():
+            if num_rows in self._bytes_per_graph:
+                yield
+                return
+            with KeptBytes([*self.policy.module.parameters(), *self.policy.module.buffers()]) as kept:
+                yield
+            self._bytes_per_graph[num_rows] = kept.total
+
+    def _credit(self, trajectory: Trajectory, part: Provisional, values: Tensor, scale: float) -> None:
+        """Scale the provisional gradients, and backpropagate the kept graphs."""
+        super()._credit(trajectory, part, values, scale)
         if not bool(values.any()) and not self.policy.objective.kl_beta:
             self._stats.skipped_backwards += len(values) * len(part.graphs)
             return

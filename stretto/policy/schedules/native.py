@@ -15,7 +15,8 @@ from torch import Tensor
 
 from stretto.policy.loss import TrainedStep
 from stretto.policy.rollout import Batch, Condition, Policy, Score, Trajectory, roll
-from stretto.policy.schedules.base import Schedule, UpdateStats, make_gradient
+from stretto.policy.schedules.base import Schedule, make_gradient
+from stretto.policy.schedules.stats import UpdateStats
 
 __all__ = ["Native", "replay"]
 

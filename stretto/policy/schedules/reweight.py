@@ -19,7 +19,8 @@ from torch import Tensor
 from stretto.policy.loss import TrainedStep, step_loss
 from stretto.policy.per_sample import PerSampleGradients
 from stretto.policy.rollout import Batch, Policy, Score, Trajectory, roll
-from stretto.policy.schedules.base import HeldGradients, Schedule, UpdateStats
+from stretto.policy.schedules.base import HeldGradients, Schedule
+from stretto.policy.schedules.stats import UpdateStats
 
 __all__ = ["Provisional", "Reweight"]
 
@@ -101,7 +102,7 @@ class Reweight(Schedule):
                 self.require_current(trajectory)
                 kept, trajectory.kept = trajectory.kept, None
                 for part in kept:
-                    add_weighted(self.parameters, part.gradients, values[part.rows] * scale)
+                    self._credit(trajectory, part, values[part.rows], scale)
                 self._charge(trajectory, values, scale)
             return self._settle(scale)
 
@@ -114,6 +115,10 @@ class Reweight(Schedule):
         self._in_flight += provisional.num_bytes
         self.held_bytes = max(self.held_bytes, self._in_flight)
         return Trajectory(batch, latents, steps, score(batch, latents), version, kept=[provisional])
+
+    def _credit(self, trajectory: Trajectory, part: Provisional, values: Tensor, scale: float) -> None:
+        """Give one forward's rows their advantages (b,)."""
+        add_weighted(self.parameters, part.gradients, values * scale)
 
     def _charge(self, trajectory: Trajectory, values: Tensor, scale: float) -> None:
         """Count each step's gradient, and the backwards that a zero advantage wasted."""

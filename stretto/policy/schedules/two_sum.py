@@ -16,9 +16,9 @@ from torch import Tensor
 
 from stretto.policy.advantage import AdvantageRule
 from stretto.policy.rollout import Batch, Policy, Score, Trajectory
-from stretto.policy.schedules.base import UpdateStats
 from stretto.policy.schedules.native import replay
 from stretto.policy.schedules.reweight import Reweight, add_weighted, as_row, scalar
+from stretto.policy.schedules.stats import UpdateStats
 
 __all__ = ["TwoSum"]
 
