@@ -46,13 +46,13 @@ class Learner:
         self.config, self.schedule = config, schedule
         self.adapter, self.policy, self.feed = run.adapter, run.policy, run.feed
         self.rule, self.rewards = run.rule, run.rewards
-        self.native = Native(policy, config.schedule.replay_batch)
-        self.parameters = list(policy.parameters.values())
+        self.native = Native(run.policy, config.schedule.replay_batch)
+        self.parameters = list(run.policy.parameters.values())
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=o.lr, betas=(o.beta1, o.beta2), weight_decay=o.weight_decay
         )
-        self.ema = Ema(policy.parameters, config.ema.decay) if config.ema.decay else None
+        self.ema = Ema(run.policy.parameters, config.ema.decay) if config.ema.decay else None
         self.num_optimizer_steps = 0
         self._has_warned = False
 
