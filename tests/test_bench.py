@@ -47,7 +47,6 @@ def test_the_verdicts_of_a_case_follow_from_its_seconds():
         {
             "seconds": dict(zip(labels, ([3.0] * 9, [2.5] * 9, [2.0] * 9, [2.4] * 9))),
             "probes_s": {"F0": [0.1] * 9, "F1": [0.1] * 9, "B": [0.1] * 9},
-            "warm_up_s": dict(zip(labels, (3.0, 2.5, 2.0, 2.4))),
         },
     )
     assert result["ceiling"]["value"] == pytest.approx(1.5)
