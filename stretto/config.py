@@ -71,6 +71,8 @@ class Model:
     """Guidance scale fed to guidance-distilled models (FLUX.1-dev); ignored by others."""
     guidance: float = 1.0
     """Classifier-free guidance scale; 1 turns the second branch off. Both branches carry gradient."""
+    text_length: int = 512
+    """Tokens that a prompt is padded or cut to (FLUX.1-schnell takes 256 at most)."""
     negative_prompt: str = ""
     """The prompt of the unconditional branch when `guidance` is not 1."""
 
@@ -251,6 +253,8 @@ class Evaluation:
     """Samples a prompt."""
     steps: int = 0
     """Steps of the ODE; 0 takes sampling.steps."""
+    patience: int = 0
+    """Stop after this many evaluations in a row without a better reward; 0 never stops early."""
     judge: str = ""
     """A shipped judge (`digits`) or a function as for rewards that returns a dict of numbers; empty for none."""
 

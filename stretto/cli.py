@@ -1,0 +1,208 @@
+"""The verbs: train, sample, check, env.
+
+Each imports its rooms inside the verb, so that `--help` imports no torch and a wrong recipe no diffusers. What a
+user did wrong ends with one clear line on stderr and exit code 2; the hazard is that a ValueError of our own making
+looks the same, so STRETTO_TRACEBACK=1 shows where any error came from. Everything else keeps its traceback.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from stretto.config import Config
+
+__all__ = ["main"]
+
+_DESCRIPTION = "Post-train flow and diffusion models with GRPO and never run a forward twice."
+_OVERRIDES = "--section.field value ...  overrides any setting of the recipe (stretto train --help lists them)"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line `words` (default `sys.argv[1:]`) and return the exit code.
+
+    0 when all went well, 2 for what the user can mend, 128 + n after signal n (130 for Ctrl-C).
+    """
+    try:
+        try:
+            _run(list(sys.argv[1:] if words is None else words))
+        finally:
+            sys.stdout.flush()
+    except (KeyboardInterrupt, ValueError, OSError, ImportError) as error:
+        return _exit_code(error)
+    return 0
+
+
+def _run(words: list[str]) -> None:
+    words, overrides = _split(words)
+    arguments = _parser().parse_args(words)
+    if overrides and arguments.verb not in ("train", "check"):
+        raise ValueError(f"{overrides[0]}: stretto {arguments.verb} takes no settings")
+    match arguments.verb:
+        case "train":
+            _train(arguments, overrides)
+        case "sample":
+            _sample(arguments)
+        case "check":
+            _check(arguments, overrides)
+        case "env":
+            _env(arguments)
+
+
+def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    if arguments.resume is not None:
+        overrides = [*overrides, "--run.resume", arguments.resume]
+    config = _load(arguments.recipe, overrides)
+    from stretto.train import train
+
+    train(config)
+
+
+def _check(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    config = _load(arguments.recipe, overrides)
+    from stretto.check import check
+
+    check(config, arguments.json)
+
+
+def _load(recipe: Path, overrides: list[str]) -> "Config":
+    """The recipe, and a look at its prompts: their faults are told in a moment, before torch is imported."""
+    from stretto.prompts import read_prompts
+    from stretto.recipe import load_recipe
+
+    config = load_recipe(recipe, overrides)
+    if config.prompts.file:
+        read_prompts(Path(config.prompts.file))
+    return config
+
+
+def _sample(arguments: argparse.Namespace) -> None:
+    if not arguments.source.exists():
+        raise ValueError(f"{arguments.source}: there is no such run folder or recipe")
+    from stretto.sample import sample
+
+    sample(
+        arguments.source,
+        prompts=arguments.prompt,
+        num_samples=arguments.samples,
+        num_steps=arguments.steps,
+        seed=arguments.seed,
+        out=arguments.out,
+        weights=arguments.weights,
+        which=arguments.checkpoint,
+    )
+
+
+def _env(arguments: argparse.Namespace) -> None:
+    from stretto.record.environment import as_json, as_text, environment
+
+    report = environment()
+    print(as_json(report) if arguments.json else as_text(report), end="")
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words for argparse, and the overrides: each `--section.field` with the words up to the next option."""
+    plain: list[str] = []
+    overrides: list[str] = []
+    target = plain
+    for word in words:
+        if word.startswith("--"):
+            target = overrides if "." in word.partition("=")[0] else plain
+        target.append(word)
+    return plain, overrides
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with our way of saying what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; {self.prog} --help shows what there is")
+
+
+class _SettingsHelp(argparse.Action):
+    """`--help` of a verb that takes settings: the usage, then every setting."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from stretto.recipe import settings_help
+
+        parser.print_help()
+        print(f"\n{settings_help()}", end="")
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="stretto", description=_DESCRIPTION, allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+
+    train = verbs.add_parser("train", help="train a recipe", epilog=_OVERRIDES, add_help=False, allow_abbrev=False)
+    train.add_argument("-h", "--help", nargs=0, action=_SettingsHelp, help="show this and every setting")
+    train.add_argument("recipe", type=Path, metavar="RECIPE.toml", help="comes first, before any option")
+    train.add_argument("--resume", choices=["no", "auto"], help="auto goes on from the newest checkpoint")
+
+    sample = verbs.add_parser("sample", help="draw pictures from a run or a recipe", allow_abbrev=False)
+    sample.add_argument("source", type=Path, metavar="RUN_FOLDER_OR_RECIPE", help="a recipe stands for its run")
+    sample.add_argument("--prompt", action="append", metavar="TEXT", help="again for more; default: the run's")
+    sample.add_argument("--samples", type=_count, default=0, metavar="N", help="pictures a prompt")
+    sample.add_argument("--steps", type=_count, default=0, metavar="N", help="steps of the ODE")
+    sample.add_argument("--seed", type=int, metavar="N", help="default: the run's")
+    sample.add_argument("--out", type=Path, metavar="FOLDER", help="default: samples/ in the run folder")
+    sample.add_argument("--weights", choices=["ema", "live", "base"], help="default: ema where there is one")
+    sample.add_argument("--checkpoint", default="newest", metavar="WHICH", help="newest, best or an iteration")
+
+    check = verbs.add_parser(
+        "check",
+        help="compare every schedule's gradient with native's on this machine",
+        epilog=_OVERRIDES,
+        allow_abbrev=False,
+    )
+    check.add_argument("recipe", type=Path, metavar="RECIPE.toml", help="comes first, before any option")
+    check.add_argument("--json", type=Path, metavar="FILE", help="also write the table here")
+
+    env = verbs.add_parser("env", help="show versions and devices, for bug reports", allow_abbrev=False)
+    env.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word} is not a count of at least 1")
+    return int(word)
+
+
+def _exit_code(error: BaseException) -> int:
+    """Say what went wrong and return the exit code for it; raise what is not the user's."""
+    if os.environ.get("STRETTO_TRACEBACK"):
+        traceback.print_exception(error)
+    if isinstance(error, BrokenPipeError):
+        # The reader of our output has gone (`stretto env | head -1`); Python must not fail again on the last flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    if isinstance(error, KeyboardInterrupt):
+        number = signal.Signals(getattr(error, "signal_number", signal.SIGINT))
+        print(f"stretto: stopped by {number.name}; a run goes on with --resume auto", file=sys.stderr)
+        return 128 + number
+    if isinstance(error, ImportError):
+        text = _missing_extra(error)
+    elif isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        text = f"{where}{error.strerror or error}"
+    else:
+        text = str(error)
+    print(f"stretto: error: {text}", file=sys.stderr)
+    return 2
+
+
+_TRAIN_EXTRA = {"PIL", "accelerate", "diffusers", "ftfy", "peft", "safetensors", "sklearn", "tqdm", "transformers"}
+
+
+def _missing_extra(error: ImportError) -> str:
+    """The pip line for a package of an extra; an import that fails for another reason is not the user's."""
+    package = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package not in _TRAIN_EXTRA:
+        raise error
+    return f'{package} is not installed: pip install "stretto[train]"'

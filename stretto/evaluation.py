@@ -1,0 +1,99 @@
+"""Evaluation: fixed prompts, fixed noise, the ODE, the averaged weights.
+
+The same pictures are drawn each time, so that grids and figures compare across iterations and runs. The judge is
+another than the reward where the recipe names one: a reward that rises while the judge falls is being exploited.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.build import Assembly, build_device, build_sigmas
+from stretto.config import Config
+from stretto.models.ema import Ema
+from stretto.policy import KeyedNoise, SampleKey, ode
+from stretto.prompts import Prompts
+from stretto.rewards import load_judge
+from stretto.rewards.scoring import score
+
+__all__ = ["Evaluation", "Evaluator"]
+
+MAX_PROMPTS = 10
+EVALUATION = -1
+"""The iteration that keys evaluation's noise."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures, and the pictures they are of.
+
+    media: (P * M, ...) in [0, 1], M samples of each prompt in a row.
+    """
+
+    figures: dict[str, float]
+    media: Tensor
+    prompts: list[str]
+
+
+class Evaluator:
+    """Draws and judges `evaluation.samples` samples of each evaluation prompt."""
+
+    def __init__(self, config: Config, run: Assembly) -> None:
+        self.config, self.adapter, self.rewards, prompts = config, run.adapter, run.rewards, run.prompts
+        self.texts = config.evaluation.prompts or prompts.texts[:MAX_PROMPTS]
+        self.metadata = _metadata(self.texts, prompts)
+        self.judge = load_judge(config.evaluation.judge) if config.evaluation.judge else None
+        self.sigmas = build_sigmas(config, run.adapter, config.evaluation.steps or config.sampling.steps)
+        self.noise = KeyedNoise(config.run.seed, run.adapter.latent_shape)
+        self.weights = torch.tensor([reward.weight for reward in config.rewards], dtype=torch.float64)
+
+    def is_due(self, finished: int) -> bool:
+        """Whether to evaluate after `finished` iterations."""
+        every = self.config.evaluation.every
+        return every > 0 and (finished % every == 0 or finished == self.config.run.iterations)
+
+    def evaluate(self, ema: Ema | None) -> Evaluation:
+        """Draw with the averaged weights (the live ones where there are none) and judge."""
+        count = self.config.evaluation.samples
+        keys = [SampleKey(EVALUATION, p, m) for p in range(len(self.texts)) for m in range(count)]
+        with torch.no_grad(), ema.swapped() if ema is not None else nullcontext():
+            media = torch.cat([self._draw(part) for part in _chunks(keys, self._rows())])
+        texts = [self.texts[key.prompt] for key in keys]
+        names = [f"{key.sample} of evaluation prompt {key.prompt}" for key in keys]
+        metadata = {name: [column[key.prompt] for key in keys] for name, column in self.metadata.items()}
+        rewards = score(self.rewards, media, texts, names, metadata)
+        figures = {"reward": float((rewards * self.weights).sum(dim=1).mean())}
+        figures |= {f"reward/{name}": float(rewards[:, k].mean()) for k, name in enumerate(self.rewards)}
+        if self.judge is not None:
+            figures |= {f"judge/{name}": float(value) for name, value in self.judge(media, texts).items()}
+        return Evaluation(figures, media, list(self.texts))
+
+    def _draw(self, keys: list[SampleKey]) -> Tensor:
+        latents = self.noise.initial(keys).to(build_device(self.config))
+        condition = self.adapter.encode([self.texts[key.prompt] for key in keys])
+        with torch.autocast(latents.device.type, torch.bfloat16, enabled=self.config.model.autocast != "none"):
+            latents = ode(self.adapter.velocity, self.sigmas, latents, condition)
+        return self.adapter.decode(latents).cpu()
+
+    def _rows(self) -> int:
+        return self.config.sampling.samples_per_forward
+
+
+def _metadata(texts: list[str], prompts: Prompts) -> dict[str, list[Any]]:
+    """The columns of a prompt file for the evaluation prompts, which must then be prompts of that file."""
+    if not prompts.metadata:
+        return {}
+    strangers = [text for text in texts if text not in prompts.texts]
+    if strangers:
+        raise ValueError(
+            f"evaluation.prompts: {strangers[0]!r} is not in prompts.file, whose columns "
+            f"({', '.join(prompts.metadata)}) the rewards may read; add it there"
+        )
+    return {name: [column[prompts.texts.index(text)] for text in texts] for name, column in prompts.metadata.items()}
+
+
+def _chunks(keys: list[SampleKey], size: int) -> list[list[SampleKey]]:
+    return [keys[i : i + size] for i in range(0, len(keys), size)]

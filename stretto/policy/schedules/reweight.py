@@ -1,0 +1,186 @@
+"""Reweight: backpropagate each trained step at once with a provisional advantage of 1, and scale later.
+
+Nothing is run twice and no graph outlives its step: until the advantages are known each sample holds one gradient.
+Several samples share a forward and a backward where `PerSampleGradients` covers every trained weight (batched
+reweight); where it does not, they run one after another, and that is said. KL's gradient carries no advantage: it
+costs a second vector-Jacobian product, into an accumulator of its own. The scaling happens after the backward,
+where native's happens before: equal to rounding, not to the bit. Source: LeanGRPO (arXiv 2609.03528), Reweight.
+"""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.policy.loss import TrainedStep, step_loss
+from stretto.policy.per_sample import PerSampleGradients
+from stretto.policy.rollout import Batch, Policy, Score, Trajectory, roll
+from stretto.policy.schedules.base import HeldGradients, Schedule
+from stretto.policy.schedules.stats import UpdateStats
+
+__all__ = ["Provisional", "Reweight"]
+
+
+@dataclass
+class Provisional:
+    """What one forward's rows left: gradients with advantage 1, summed over their trained steps.
+
+    gradients: (b, *parameter.shape) for each parameter, or None where none arrived.
+    rows: the rows of the trajectory that they belong to.
+    graphs: velocities of the last trained steps with their graphs (hybrid).
+    """
+
+    gradients: list[Tensor | None]
+    rows: slice
+    graphs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the gradients."""
+        return sum(g.numel() * g.element_size() for g in self.gradients if g is not None)
+
+
+class Reweight(Schedule):
+    """T forwards, |S| of them with gradient, and |S| backwards a sample, each at once.
+
+    Holds one full gradient for every sample between its rollout and its update.
+    """
+
+    name = "reweight"
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy)
+        self.per_sample = PerSampleGradients(policy.module, policy.parameters)
+        self._single = HeldGradients(self.parameters)
+        self._kl = HeldGradients(self.parameters)
+        self._stats = self.stats()
+        self._in_flight = 0
+        self._has_warned = False
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether several samples can share a forward: every trained weight has a per-sample gradient."""
+        return not self.per_sample.uncovered
+
+    def during(self, index: int, batch: Batch) -> AbstractContextManager[Any]:
+        """Every trained step's forward has a gradient; a batch's layers keep its samples apart."""
+        return torch.enable_grad() if len(batch.samples) == 1 else self.per_sample.active(len(batch.samples))
+
+    def trained(self, index: int, step: TrainedStep, velocity: Tensor, batch: Batch) -> None:
+        """Backpropagate at once with advantage 1; the KL apart."""
+        policy = self.policy
+        loss = step_loss(policy.process, policy.objective, step, velocity, torch.ones(len(velocity)))
+        self._stats.add_loss(loss)
+        hook = velocity.register_hook(lambda g: setattr(step, "cotangent", g.flatten(1).norm(dim=1)))
+        with policy.stopwatch.phase("backward"):
+            into = self._single.receiving() if len(velocity) == 1 else self.per_sample.collecting()
+            with into:
+                loss.policy.sum().backward(retain_graph=loss.kl is not None)
+            hook.remove()
+            if loss.kl is not None:
+                with self._kl.receiving():
+                    loss.kl.sum().backward()
+
+    def rollout(self, batch: Batch, score: Score) -> Trajectory:
+        """See `Schedule.rollout`; runs samples one by one where their gradients cannot be told apart."""
+        if len(batch.samples) == 1 or self.is_batched:
+            trajectory = self._rollout(batch, score)
+        else:
+            self._say_one_by_one()
+            parts = [self._rollout(batch.row(i), score) for i in range(len(batch.samples))]
+            trajectory = _joined(batch, parts)
+        return trajectory
+
+    def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
+        """See `Schedule.update`; one weighted sum of the held gradients."""
+        with self.policy.stopwatch.phase("update"):
+            for trajectory, values in zip(trajectories, advantages):
+                self.require_current(trajectory)
+                kept, trajectory.kept = trajectory.kept, None
+                for part in kept:
+                    self._credit(trajectory, part, values[part.rows], scale)
+                self._charge(trajectory, values, scale)
+            return self._settle(scale)
+
+    def _rollout(self, batch: Batch, score: Score) -> Trajectory:
+        version = self.policy.version
+        latents, steps = roll(self.policy, batch, self)
+        is_single = len(batch.samples) == 1
+        gradients = as_row(self._single.take()) if is_single else self.per_sample.take(self.parameters)
+        provisional = Provisional(gradients, slice(0, len(batch.samples)))
+        self._in_flight += provisional.num_bytes
+        self.held_bytes = max(self.held_bytes, self._in_flight)
+        return Trajectory(batch, latents, steps, score(batch, latents), version, kept=[provisional])
+
+    def _credit(self, trajectory: Trajectory, part: Provisional, values: Tensor, scale: float) -> None:
+        """Give one forward's rows their advantages (b,)."""
+        add_weighted(self.parameters, part.gradients, values * scale)
+
+    def _charge(self, trajectory: Trajectory, values: Tensor, scale: float) -> None:
+        """Count each step's gradient, and the backwards that a zero advantage wasted."""
+        weights = (values * scale).abs()
+        for step in trajectory.steps:
+            if step.cotangent is not None:
+                self._stats.add_cotangent(step, step.cotangent * weights.to(step.cotangent))
+        self._stats.wasted_backwards += int((values == 0).sum()) * len(trajectory.steps)
+
+    def _settle(self, scale: float) -> UpdateStats:
+        """Add the KL's gradient, unscaled by any advantage, and start again."""
+        add_weighted(self.parameters, as_row(self._kl.take()), scalar(self.policy.objective.kl_beta * scale))
+        self._in_flight = 0
+        stats, self._stats = self._stats, self.stats()
+        return stats
+
+    def _say_one_by_one(self) -> None:
+        if not self._has_warned:
+            names = ", ".join(self.per_sample.uncovered[:3])
+            warnings.warn(
+                f"{self.name} runs samples one by one: no per-sample gradient for {names} "
+                f"({len(self.per_sample.uncovered)} parameters)",
+                stacklevel=3,
+            )
+            self._has_warned = True
+
+
+def add_weighted(
+    parameters: Sequence[torch.nn.Parameter], gradients: Sequence[Tensor | None], weights: Tensor
+) -> None:
+    """p.grad += sum over m of weights[m] * gradients[m], for (b, *p.shape) gradients and (b,) weights."""
+    for parameter, gradient in zip(parameters, gradients):
+        if gradient is None:
+            continue
+        if len(weights) == 1 and parameter.grad is not None:
+            parameter.grad.add_(gradient[0], alpha=float(weights))
+            continue
+        total = torch.tensordot(weights.to(gradient), gradient, dims=1).to(parameter.dtype)
+        parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+
+
+def _joined(batch: Batch, parts: list[Trajectory]) -> Trajectory:
+    """The trajectories of single rows as one of the whole batch."""
+    steps = []
+    for records in zip(*(part.steps for part in parts)):
+        step = TrainedStep.cat(list(records))
+        cotangents = [r.cotangent for r in records if r.cotangent is not None]
+        step.cotangent = torch.cat(cotangents) if cotangents else None
+        steps.append(step)
+    for i, part in enumerate(parts):
+        for provisional in part.kept:
+            provisional.rows = slice(i, i + 1)
+    kept = [provisional for part in parts for provisional in part.kept]
+    latents, rewards = torch.cat([p.latents for p in parts]), torch.cat([p.rewards for p in parts])
+    return Trajectory(batch, latents, steps, rewards, parts[0].policy_version, kept=kept)
+
+
+def as_row(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of one sample as (1, *shape)."""
+    return [None if g is None else g.unsqueeze(0) for g in gradients]
+
+
+def scalar(value: float) -> Tensor:
+    """One weight, (1,) float64."""
+    return torch.tensor([value], dtype=torch.float64)

@@ -1,0 +1,133 @@
+"""What an iteration cost: forwards and backwards counted at the transformer, seconds per phase, bytes kept.
+
+Counts are rows at the transformer's top, taken by module hooks, so that a schedule cannot miscount its own work.
+A guided forward carries two rows a sample; they are divided out and reported apart. The recomputation inside
+activation checkpointing happens below the top and is not a forward. Seconds are exclusive: a backward inside the
+rollout counts as backward. On CUDA they are what the host waited, without device-wide synchronisation.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["KeptBytes", "Stopwatch", "WorkCounter"]
+
+
+class WorkCounter:
+    """Counts rows through `module` by hooks while attached.
+
+    `forwards` (with gradient or without), `forwards_with_grad`, `backwards` and `reference_forwards` are per
+    sample: rows divided by `rows_per_sample`.
+    """
+
+    def __init__(self, module: nn.Module, rows_per_sample: int = 1) -> None:
+        self.rows_per_sample = rows_per_sample
+        self.is_reference = False
+        self._rows: dict[str, int] = defaultdict(int)
+        self._hook = module.register_forward_hook(self._count, with_kwargs=True)
+
+    def close(self) -> None:
+        """Take the hook off."""
+        self._hook.remove()
+
+    @contextmanager
+    def reference(self, rows: int) -> Iterator[None]:
+        """Inside, `rows` samples pass through the reference policy: this module with its adapter off, or a copy."""
+        self.is_reference = True
+        self._rows["reference_forwards"] += rows * self.rows_per_sample
+        try:
+            yield
+        finally:
+            self.is_reference = False
+
+    def take(self) -> dict[str, float]:
+        """Counts since the last call, per sample-row, and start again at zero."""
+        counts = {
+            name: self._rows[name] / self.rows_per_sample
+            for name in ("forwards", "forwards_with_grad", "backwards", "reference_forwards")
+        }
+        counts["branches"] = self.rows_per_sample
+        self._rows.clear()
+        return counts
+
+    def _count(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else getattr(output, "sample", output)
+        rows = tensor.shape[0]
+        if self.is_reference:
+            return
+        self._rows["forwards"] += rows
+        if tensor.requires_grad:
+            self._rows["forwards_with_grad"] += rows
+            tensor.register_hook(lambda _: self._add_backward(rows))
+
+    def _add_backward(self, rows: int) -> None:
+        self._rows["backwards"] += rows
+
+
+class Stopwatch:
+    """Exclusive seconds per phase: entering an inner phase stops the outer one's clock."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._running: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Charge the time inside to `name`."""
+        self._charge()
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._running.pop()
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each phase since the last call, and start again at zero."""
+        seconds = dict(self._seconds)
+        self._seconds.clear()
+        return seconds
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        if self._running:
+            self._seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+
+class KeptBytes:
+    """Bytes that autograd keeps for a backward: unique storages seen by saved-tensor hooks.
+
+    Storages in `excluded` (the weights) do not count. Use as a context around a forward; several forwards add up,
+    and a storage that two of them keep counts once.
+    """
+
+    def __init__(self, excluded: list[Tensor]) -> None:
+        self._excluded = {t.untyped_storage().data_ptr() for t in excluded}
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+
+    @property
+    def total(self) -> int:
+        """Bytes so far."""
+        return sum(size for size, _ in self._storages.values())
+
+    def __enter__(self) -> "KeptBytes":
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._context.__exit__(*exc)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        pointer = storage.data_ptr()
+        if pointer and pointer not in self._excluded:
+            self._storages[pointer] = (storage.nbytes(), storage)
+        return tensor

@@ -1,0 +1,1 @@
+"""What a run leaves behind: its folder, metrics, checkpoints, pictures and the machine it ran on."""

@@ -1,0 +1,175 @@
+"""`stretto sample`: draw pictures from a run, with the ODE.
+
+Takes a run folder (its recipe and newest checkpoint) or a recipe (that run, or the base model before it). The noise
+of a picture depends on the seed, the prompt's place and the sample's number alone, and is evaluation's, so that two
+weights are compared on the same noise. The hazard is a picture whose weights nobody remembers: `samples.json` beside
+the pictures says which, and the default folder is named after them.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stretto.build import build_adapter, build_device, build_prompts, build_sigmas, prepare_process
+from stretto.config import Config
+from stretto.evaluation import EVALUATION, MAX_PROMPTS
+from stretto.models.base import Adapter
+from stretto.models.trainable import attach_lora, make_full, trainable_parameters
+from stretto.policy import KeyedNoise, SampleKey, ode
+from stretto.recipe import load_recipe
+from stretto.record import checkpoint
+from stretto.record.atomic import write_atomic
+from stretto.record.media import save_grid, save_media
+
+__all__ = ["Weights", "sample"]
+
+Weights = Literal["ema", "live", "base"]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is sampled: a recipe, and a checkpoint with the weights to put into its model (None for the base)."""
+
+    config: Config
+    weights: Weights
+    loaded: checkpoint.Loaded | None
+
+
+def sample(
+    source: Path,
+    *,
+    prompts: list[str] | None = None,
+    num_samples: int = 0,
+    num_steps: int = 0,
+    seed: int | None = None,
+    out: Path | None = None,
+    weights: Weights | None = None,
+    which: str = "newest",
+) -> Path:
+    """Draw `num_samples` pictures of every prompt and return the folder with them, a grid and `samples.json`.
+
+    source: a run folder or a recipe. prompts: default the run's evaluation prompts, else its first ten prompts.
+    num_samples, num_steps: 0 takes the recipe's (evaluation.samples; evaluation.steps, else sampling.steps). seed:
+    None takes run.seed. out: default `samples/<weights>` in the run folder, with the iteration in its name. weights:
+    None takes the EMA where the run has one, else the live weights; the base where a recipe has no checkpoint yet.
+    which: `newest`, `best` or the number of an iteration. Raises ValueError where any of these is not there.
+    """
+    chosen = _open(source, weights, which)
+    config = chosen.config
+    prepare_process(config)
+    adapter = _adapter(chosen)
+    texts = prompts or config.evaluation.prompts or build_prompts(config, adapter).texts[:MAX_PROMPTS]
+    count = num_samples or config.evaluation.samples
+    seed = config.run.seed if seed is None else seed
+    steps = num_steps or config.evaluation.steps or config.sampling.steps
+    sigmas = build_sigmas(config, adapter, steps)
+    folder = out or _default_folder(source, chosen)
+    rows = []
+    for place, text in enumerate(texts):
+        keys = [SampleKey(EVALUATION, place, number) for number in range(count)]
+        rows.append(_draw(adapter, config, sigmas, seed, keys, text))
+        for number, picture in enumerate(rows[-1]):
+            save_media(picture, folder / f"{place:03d}-{number:03d}")
+    save_grid(torch.cat(rows), folder / "grid", columns=count, captions=texts)
+    drawn = {"prompts": texts, "samples": count, "steps": steps, "seed": seed}
+    write_atomic(folder / "samples.json", json.dumps(_origin(source, chosen) | drawn, indent=1) + "\n")
+    print(f"{len(texts) * count} pictures with the {_described(chosen)} in {folder}")
+    return folder
+
+
+def _open(source: Path, weights: Weights | None, which: str) -> _Source:
+    """The recipe and the checkpoint that `source`, `weights` and `which` name together."""
+    if not source.is_dir():
+        config = load_recipe(source, [])
+        run = Path(config.run.folder)
+        if weights == "base" or (weights is None and not checkpoint.newest(run / "checkpoints")):
+            return _Source(config, "base", None)
+        return _open(run, weights, which)
+    if not (source / "config.toml").is_file():
+        raise ValueError(f"{source} is not a run folder: it has no config.toml")
+    config = load_recipe(source / "config.toml", [])
+    if weights == "base":
+        return _Source(config, "base", None)
+    loaded = _checkpoint(source / "checkpoints", which)
+    if weights == "ema" and not loaded.state.get("ema"):
+        raise ValueError(f"--weights ema: {source} kept no moving average; take --weights live")
+    return _Source(config, weights or ("ema" if loaded.state.get("ema") else "live"), loaded)
+
+
+def _checkpoint(folder: Path, which: str) -> checkpoint.Loaded:
+    if which == "newest":
+        loaded = checkpoint.load_newest(folder)
+        if loaded is None:
+            raise ValueError(f"{folder} holds no checkpoint yet; take --weights base")
+        for note in loaded.notes:
+            print(note)
+        return loaded
+    there = {path.name: path for path in checkpoint.newest(folder)}
+    path = checkpoint.best(folder) if which == "best" else there.get(f"iteration-{which:0>8}")
+    if path is None:
+        raise ValueError(f"--checkpoint {which}: {folder} has {', '.join(there) or 'no checkpoint'}")
+    return checkpoint.load(path)
+
+
+def _adapter(chosen: _Source) -> Adapter:
+    """The recipe's model with the chosen weights in it."""
+    tuning = chosen.config.tuning
+    adapter = build_adapter(chosen.config)
+    if chosen.loaded is None:
+        return adapter
+    if tuning.method == "lora":
+        targets = tuning.targets or adapter.lora_targets
+        attach_lora(adapter.transformer, rank=tuning.rank, alpha=tuning.alpha, targets=targets, seed=0)
+    else:
+        make_full(adapter.transformer)
+    state = chosen.loaded.state
+    values = state["ema"]["average"] if chosen.weights == "ema" else state["weights"]
+    _put_in(trainable_parameters(adapter.transformer), values)
+    return adapter
+
+
+def _put_in(parameters: dict[str, torch.nn.Parameter], values: dict[str, Tensor]) -> None:
+    if parameters.keys() != values.keys():
+        odd = sorted(parameters.keys() ^ values.keys())[0]
+        raise ValueError(f"the checkpoint is of another model than config.toml: {odd} is in one of them alone")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != values[name].shape:
+                raise ValueError(
+                    f"the checkpoint is of another model than config.toml: {name} has shape "
+                    f"{tuple(values[name].shape)} there and {tuple(parameter.shape)} here"
+                )
+            parameter.copy_(values[name])
+
+
+def _draw(adapter: Adapter, config: Config, sigmas: Tensor, seed: int, keys: list[SampleKey], text: str) -> Tensor:
+    """Decoded samples of one prompt, one for each key, on the CPU; evaluation draws the same of the same keys."""
+    noise, device = KeyedNoise(seed, adapter.latent_shape), build_device(config)
+    rows, media = config.sampling.samples_per_forward, []
+    for start in range(0, len(keys), rows):
+        batch = keys[start : start + rows]
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.model.autocast != "none"):
+            condition = adapter.encode([text] * len(batch))
+            latents = ode(adapter.velocity, sigmas, noise.initial(batch).to(device), condition)
+        media.append(adapter.decode(latents).cpu())
+    return torch.cat(media)
+
+
+def _default_folder(source: Path, chosen: _Source) -> Path:
+    name = f"{chosen.weights}-{chosen.loaded.iteration:08d}" if chosen.loaded else "base"
+    return (source if source.is_dir() else Path(chosen.config.run.folder)) / "samples" / name
+
+
+def _origin(source: Path, chosen: _Source) -> dict[str, Any]:
+    iteration = chosen.loaded.iteration if chosen.loaded else None
+    return {"source": str(source), "weights": chosen.weights, "iteration": iteration}
+
+
+def _described(chosen: _Source) -> str:
+    if chosen.loaded is None:
+        return "base model"
+    return f"{'averaged' if chosen.weights == 'ema' else 'live'} weights of iteration {chosen.loaded.iteration}"

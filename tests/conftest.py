@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from stretto.models import load_adapter
+from tests import tiny
+
+SIZES = {"flux": {"height": 16, "width": 24}, "wan": {"height": 32, "width": 48, "frames": 9}}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Tiny saved pipelines by adapter name."""
+    root = tmp_path_factory.mktemp("tiny")
+    return {"flux": tiny.tiny_flux_folder(root / "flux"), "wan": tiny.tiny_wan_folder(root / "wan")}
+
+
+@pytest.fixture(scope="session")
+def load(folders):
+    """load(name, **settings): a fresh adapter on the tiny folder."""
+
+    def load(name, **settings):
+        settings = {"path": str(folders[name]), "text_length": tiny.TEXT_LENGTH, **SIZES[name], **settings}
+        return load_adapter(name, **settings)
+
+    return load
+
+
+@pytest.fixture
+def inputs():
+    """inputs(adapter, rows): latents, sigmas and the condition of as many prompts, always the same."""
+
+    def inputs(adapter, rows=2):
+        generator = torch.Generator().manual_seed(3)
+        latents = torch.randn(rows, *adapter.latent_shape, generator=generator)
+        sigma = torch.linspace(0.9, 0.3, rows)
+        return latents, sigma, adapter.encode(["a red fox", "two owls", "snow", "a lamp"][:rows])
+
+    return inputs
