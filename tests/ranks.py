@@ -63,15 +63,12 @@ class Ranks:
         group_timeout_s: float = 30.0,
     ) -> list[Any]:
         """The values of `function(*args)` by rank; any error on any rank raises `RanksError`."""
-        outcomes = self.outcomes(
-            num_ranks, function, *args, timeout_s=timeout_s, group_timeout_s=group_timeout_s
-        )
+        outcomes = self.outcomes(num_ranks, function, *args, timeout_s=timeout_s, group_timeout_s=group_timeout_s)
         failed = sorted((o for o in outcomes if o.error), key=lambda o: o.failed_at_s)
         if failed:
             rest = "\n".join(f"rank {o.rank}: {o.error}" for o in failed[1:])
             raise RanksError(
-                f"{num_ranks} ranks, {args}\nrank {failed[0].rank} failed first:\n"
-                f"{failed[0].traceback}\n{rest}"
+                f"{num_ranks} ranks, {args}\nrank {failed[0].rank} failed first:\n{failed[0].traceback}\n{rest}"
             )
         return [o.value for o in outcomes]
 

@@ -39,9 +39,7 @@ __all__ = [
 ]
 
 
-def split_heads(
-    num_heads: int, world_size: int, num_kv_heads: int | None = None
-) -> tuple[list[int], list[int]]:
+def split_heads(num_heads: int, world_size: int, num_kv_heads: int | None = None) -> tuple[list[int], list[int]]:
     """How many query and key-value heads each rank has: as even as can be, the first have more.
 
     A rank's query heads are those of its key-value heads. `ValueError` if there are fewer of either than
@@ -103,16 +101,12 @@ def matmul_all_to_all(
         cuts = tuple(Slices(sizes_from(f, peers.world_size)) for f in features)
         for cut, weight in zip(cuts, weights):
             if cut.total != len(weight):
-                raise ValueError(
-                    f"features={cut.sizes} add up to {cut.total}, but the weight has {len(weight)}"
-                )
+                raise ValueError(f"features={cut.sizes} add up to {cut.total}, but the weight has {len(weight)}")
         rows = rows_first(x, 1)
         header = how.header(call, x.dtype)
         layout = Layout(gathered_slices(call, how, header, rows, sizes), cuts)
     if schedule == "plain":
-        out = reference.matmul_all_to_all(
-            rows, weights, group, bs, [cut.sizes for cut in cuts], layout.rows.sizes
-        )
+        out = reference.matmul_all_to_all(rows, weights, group, bs, [cut.sizes for cut in cuts], layout.rows.sizes)
     else:
         out = MatmulAllToAll.apply(call, how, layout, rows, len(weights), *weights, *bs)
     parts = out.split([cut.sizes[peers.rank] for cut in cuts], -1)

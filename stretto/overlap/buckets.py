@@ -93,10 +93,7 @@ def in_buckets(parameters: Sequence[Tensor], bucket_bytes: int, world_size: int)
             buckets.append([parameter])
             held = num_bytes
     totals = [sum(local(p).numel() for p in bucket) for bucket in buckets]
-    return [
-        Bucket(bucket, Slices(tuple(slice_sizes(total, world_size))))
-        for bucket, total in zip(buckets, totals)
-    ]
+    return [Bucket(bucket, Slices(tuple(slice_sizes(total, world_size)))) for bucket, total in zip(buckets, totals)]
 
 
 def trade_pieces(

@@ -26,9 +26,7 @@ class AllGatherMatmul(torch.autograd.Function):
     """x (sizes[rank], inner, K) and weights (F, K) -> (sum(sizes), inner, F) for each weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, how: How, slices: Slices, num_weights: int, x: Tensor, *rest: Tensor
-    ) -> Any:
+    def forward(ctx: Any, call: Call, how: How, slices: Slices, num_weights: int, x: Tensor, *rest: Tensor) -> Any:
         """Each slice is multiplied as it arrives, own first."""
         weights, biases = rest[:num_weights], rest[num_weights:]
         header = how.header(call, x.dtype)

@@ -44,9 +44,7 @@ class ReductionThread:
     def _average(self, bucket: Bucket, flat: Tensor, future: torch.futures.Future[Tensor]) -> None:
         peers = self._peers
         try:
-            pieces = trade_pieces(
-                peers, bucket, lambda peer: flat[bucket.slices.rows(peer)], check=self._check
-            )
+            pieces = trade_pieces(peers, bucket, lambda peer: flat[bucket.slices.rows(peer)], check=self._check)
             shard = sum_in_order(pieces, peers.rank).div_(peers.world_size)
             future.set_result(spread(peers, bucket, shard, check=self._check))
         except Exception as error:

@@ -82,9 +82,7 @@ class GradientReducer:
             rows = slice_sizes(len(local(last.weight)), self._peers.world_size)
             width = local(last.weight).shape[1]
             self._buckets.append(Bucket([last.weight], Slices(tuple(count * width for count in rows))))
-            sliced = SlicedWeight(
-                last, self._buckets[-1], self._peers, self._launch_last, lambda: self._accumulating
-            )
+            sliced = SlicedWeight(last, self._buckets[-1], self._peers, self._launch_last, lambda: self._accumulating)
             last.forward = sliced.forward  # type: ignore[method-assign]
         self.owned = [self._owned_shard(bucket) for bucket in self._buckets] if sharded else []
         self._handles = [
@@ -186,9 +184,7 @@ class GradientReducer:
             for owned, gradient in zip(self.owned, settled):
                 owned.grad = gradient
             return
-        tasks = [
-            partial(spread, self._peers, b, g, check=self._check) for b, g in zip(self._buckets, settled)
-        ]
+        tasks = [partial(spread, self._peers, b, g, check=self._check) for b, g in zip(self._buckets, settled)]
         for bucket, future in zip(self._buckets, [self._thread.submit(task) for task in tasks]):
             bucket.write_gradients(future.result())
 

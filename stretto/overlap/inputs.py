@@ -52,9 +52,7 @@ class How:
     def header(self, call: Call, dtype: torch.dtype) -> Header:
         """The part of the headers that is the same for all steps of a call."""
         n, s = self.num_subslices, self.schedule
-        return Header(
-            call.operation, call.number, "gather", 0, (), dtype, n, s, self.gradients, self.keep_gathered
-        )
+        return Header(call.operation, call.number, "gather", 0, (), dtype, n, s, self.gradients, self.keep_gathered)
 
 
 def checked_how(
@@ -116,9 +114,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"{k.shape[2]} key-value heads do not divide {q.shape[2]} query heads")
     if len({(t.dtype, t.device) for t in (q, k, v)}) > 1:
-        raise ValueError(
-            f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}"
-        )
+        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}")
 
 
 def rows_first(x: Tensor, dim: int) -> Tensor:
@@ -139,9 +135,7 @@ def gathered_slices(call: Call, how: How, header: Header, x: Tensor, sizes: Size
     header = replace(header, lane="sizes", shape=tuple(x.shape))
     if isinstance(sizes, str):
         if sizes != "exchange":
-            raise ValueError(
-                f"sizes={sizes!r} must be None (equal slices), 'exchange', or one row count a rank"
-            )
+            raise ValueError(f"sizes={sizes!r} must be None (equal slices), 'exchange', or one row count a rank")
         return Slices(tuple(call.exchange_sizes(header, x.device)), how.num_subslices)
     given = tuple([x.shape[0]] * world_size) if sizes is None else sizes_from(sizes, world_size)
     if given[rank] != x.shape[0]:
@@ -153,21 +147,15 @@ def gathered_slices(call: Call, how: How, header: Header, x: Tensor, sizes: Size
     return Slices(given, how.num_subslices)
 
 
-def scattered_slices(
-    call: Call, how: How, header: Header, shape: tuple[int, ...], sizes: Sizes, x: Tensor
-) -> Slices:
+def scattered_slices(call: Call, how: How, header: Header, shape: tuple[int, ...], sizes: Sizes, x: Tensor) -> Slices:
     """How the rows of a whole tensor of `shape` are owned: as given, or as `torch.chunk` cuts them."""
     world_size = call.peers.world_size
     if isinstance(sizes, str):
-        raise ValueError(
-            f"sizes={sizes!r}: a scatter knows all its rows; give row counts, or None for torch.chunk's"
-        )
+        raise ValueError(f"sizes={sizes!r}: a scatter knows all its rows; give row counts, or None for torch.chunk's")
     given = slice_sizes(shape[0], world_size) if sizes is None else sizes
     slices = Slices(sizes_from(given, world_size), how.num_subslices)
     if slices.total != shape[0]:
-        raise ValueError(
-            f"sizes={list(slices.sizes)} add up to {slices.total} rows, but there are {shape[0]}"
-        )
+        raise ValueError(f"sizes={list(slices.sizes)} add up to {slices.total} rows, but there are {shape[0]}")
     if how.schedule == "plain" and how.check:
         header = replace(header, lane="sizes", shape=shape)
         theirs = call.exchange_sizes(header, x.device)

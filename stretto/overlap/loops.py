@@ -82,10 +82,8 @@ def gather(
         owned = into is None and step > 0
         if step < lane.last:
             source = lane.routes[step].recv
-            if into is None:
-                incoming = own.new_empty(slices.size(source, s), *rest)
-            else:
-                incoming = into[slices.rows(source, s)]
+            rows = slices.rows(source, s)
+            incoming = own.new_empty(rows.stop - rows.start, *rest) if into is None else into[rows]
             outgoing = data if ring else own[slices.local(rank, s)]
             transfer = lane.post(step, s, outgoing, incoming)
             arriving[s] = (transfer, incoming, data if ring and owned else None)
@@ -110,9 +108,7 @@ def send_everywhere(
 
     lane = Lane(call, "gather", replace(header, schedule="direct"), shapes, device=own.device, check=check)
     into[slices.rows(call.peers.rank)] = own
-    transfers = [
-        lane.post(step, 0, own, into[slices.rows(lane.routes[step].recv)]) for step in range(lane.last)
-    ]
+    transfers = [lane.post(step, 0, own, into[slices.rows(lane.routes[step].recv)]) for step in range(lane.last)]
     call.leave(transfers)
     return transfers
 

@@ -187,9 +187,7 @@ def _local_rows(x: Tensor) -> Tensor:
         return x
     if tuple(x.placements) != (Shard(x.ndim - 2),):
         rows = x.ndim - 2
-        raise ValueError(
-            f"x is a DTensor placed {x.placements}; a column layer takes Shard({rows}), its rows"
-        )
+        raise ValueError(f"x is a DTensor placed {x.placements}; a column layer takes Shard({rows}), its rows")
     return x.to_local()
 
 

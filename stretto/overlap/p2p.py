@@ -201,9 +201,7 @@ class Call:
         """Fail unless a peer announced what this rank expects."""
         differences = expected.differences(received)
         if differences:
-            self.fail(
-                f"expected from rank {peer} [{expected}], which announced [{received}]: {differences} differ"
-            )
+            self.fail(f"expected from rank {peer} [{expected}], which announced [{received}]: {differences} differ")
 
 
 class Lane:
@@ -226,9 +224,7 @@ class Lane:
         peers = call.peers
         schedule: Schedule = "ring" if header.schedule == "ring" else "direct"
         self.call = call
-        self.routes = [
-            route(kind, schedule, peers.rank, peers.world_size, i) for i in range(peers.world_size)
-        ]
+        self.routes = [route(kind, schedule, peers.rank, peers.world_size, i) for i in range(peers.world_size)]
         self.last = peers.world_size - 1
         self._header, self._shapes = replace(header, lane=kind), shapes
         self._device, self._check = device, check

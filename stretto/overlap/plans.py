@@ -73,9 +73,7 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> list[tuple[list[st
     taken: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in _STYLES:
-            raise ValueError(
-                f"{pattern!r} asks for {style!r}; the styles are {', '.join(map(repr, _STYLES))}"
-            )
+            raise ValueError(f"{pattern!r} asks for {style!r}; the styles are {', '.join(map(repr, _STYLES))}")
         *parents, last = pattern.split(".")
         siblings = last.split("+")
         if len(siblings) > 1 and style != "column":

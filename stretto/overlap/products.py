@@ -43,9 +43,7 @@ class WeightGradient:
 
     def __init__(self, weight: Tensor) -> None:
         self._dtype = weight.dtype
-        self._sum = torch.zeros_like(
-            weight, dtype=sum_dtype(weight.dtype), memory_format=torch.contiguous_format
-        )
+        self._sum = torch.zeros_like(weight, dtype=sum_dtype(weight.dtype), memory_format=torch.contiguous_format)
 
     def add(self, grad: Tensor, x: Tensor) -> None:
         """Add a piece: the output's gradient (n, inner, F) against the input (n, inner, K)."""

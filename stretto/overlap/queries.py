@@ -20,9 +20,7 @@ __all__ = ["Attention", "QuerySlices", "scaled_dot_product_attention"]
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
-) -> Tensor:
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
     """torch's; query (batch, heads, n, d), key and value (batch, kv_heads, rows, d)."""
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, attn_mask, enable_gqa=grouped)
@@ -83,9 +81,7 @@ class QuerySlices:
                 tensor.requires_grad_(needed)
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
             out = (
-                self._attention(
-                    query, key, value, slice_mask(self._mask, self.is_causal, rows, stop, self._q.device)
-                )
+                self._attention(query, key, value, slice_mask(self._mask, self.is_causal, rows, stop, self._q.device))
                 .permute(2, 0, 1, 3)
                 .flatten(2)
             )
@@ -101,9 +97,7 @@ class QuerySlices:
             raise RuntimeError("attention in query slices goes backward once; its graphs are gone after that")
         inputs, out = self._graphs.pop((rows.start, rows.stop))
         needed = [tensor for tensor in inputs if tensor.requires_grad]
-        grads = dict(
-            zip(map(id, needed), torch.autograd.grad(out, needed, grad.view_as(out), allow_unused=True))
-        )
+        grads = dict(zip(map(id, needed), torch.autograd.grad(out, needed, grad.view_as(out), allow_unused=True)))
         for total, tensor, start in zip((self._dq, self._dk, self._dv), inputs, (rows.start, 0, 0)):
             found = grads.get(id(tensor))
             if total is not None and found is not None:

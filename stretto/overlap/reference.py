@@ -110,9 +110,7 @@ class _AllToAll(torch.autograd.Function):
         return None, None, *_trade(grads, ctx.shapes, ctx.group)
 
 
-def _trade(
-    pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
-) -> tuple[Tensor, ...]:
+def _trade(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     counts = [math.prod(shape) for shape in shapes]
     received = pieces[0].new_empty(sum(counts))
     sent = torch.cat([piece.reshape(-1) for piece in pieces])

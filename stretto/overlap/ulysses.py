@@ -49,9 +49,7 @@ class MatmulAllToAll(torch.autograd.Function):
     """x (sizes[rank], inner, K), weights (F, K) -> (sum(sizes), inner, sum of this rank's features)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, how: How, layout: Layout, x: Tensor, num_weights: int, *rest: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, call: Call, how: How, layout: Layout, x: Tensor, num_weights: int, *rest: Tensor) -> Tensor:
         """Others' head groups are computed and sent first, the own last."""
         weights, biases = rest[:num_weights], rest[num_weights:]
         rank, rows, inner = call.peers.rank, layout.rows, x.shape[1]
@@ -92,10 +90,7 @@ class MatmulAllToAll(torch.autograd.Function):
         kept = sum_dtype(x.dtype)
         dx = torch.zeros_like(x, dtype=kept) if needs_x else None
         dws = [torch.zeros_like(w, dtype=kept) if n else None for w, n in zip(weights, needs_rest)]
-        dbs = [
-            w.new_zeros(len(w), dtype=kept) if n else None
-            for w, n in zip(weights, needs_rest[len(weights) :])
-        ]
+        dbs = [w.new_zeros(len(w), dtype=kept) if n else None for w, n in zip(weights, needs_rest[len(weights) :])]
         trade = Trade(
             make=lambda peer, s: grad[rows.rows(peer, s)],
             room=lambda peer, s: x.new_empty(rows.size(rank, s), inner, layout.width(peer)),

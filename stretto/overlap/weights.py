@@ -1,4 +1,4 @@
-"""Products with a weight whose rows are sharded over the ranks of data parallelism, gathered behind the product.
+"""Products with a weight whose rows are sharded over data-parallel ranks, gathered behind the product.
 
 The parameter gather of ZeRO-3: the own rows are multiplied first, others' as they arrive, and no rank need
 hold the whole weight. Backwards the rows arrive again, for the input's gradient, while the weight's gradient
@@ -99,7 +99,7 @@ class _WeightGatherMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        how, slices, dy = ctx.how, ctx.slices, grads[0]
+        how, dy = ctx.how, grads[0]
         needs_x, needs_w = ctx.needs_input_grad[3:]
         kept = how.keep_gathered
         dx = torch.zeros_like(x, dtype=sum_dtype(x.dtype)) if needs_x and not kept else None
@@ -112,9 +112,7 @@ class _WeightGatherMatmul(torch.autograd.Function):
         return None, None, None, dx, dw
 
 
-def _gradients(
-    call: Call, ctx: Any, x: Tensor, weight: Tensor, dy: Tensor, dx: Tensor | None
-) -> Tensor | None:
+def _gradients(call: Call, ctx: Any, x: Tensor, weight: Tensor, dy: Tensor, dx: Tensor | None) -> Tensor | None:
     """One loop: rows of the weight arrive for the input's gradient while the weight's gradient leaves."""
     how, slices = ctx.how, ctx.slices
     header = how.header(call, x.dtype)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from overlap.matmul_cases import Draw, leaf, part_of, same
 from stretto.overlap import (
     PeerError,
     attention_all_to_all,
@@ -17,6 +16,7 @@ from stretto.overlap import (
     matmul_all_to_all,
     split_heads,
 )
+from tests.overlap.matmul_cases import Draw, leaf, part_of, same
 
 D = 2
 
@@ -28,9 +28,7 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tens
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     if attn_mask is not None:
         scores = (
-            scores.masked_fill(~attn_mask, float("-inf"))
-            if attn_mask.dtype == torch.bool
-            else scores + attn_mask
+            scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
         )
     return scores.softmax(-1) @ value
 
@@ -56,9 +54,7 @@ class Layer:
             if mask is None:
                 mask = visible
             else:
-                mask = (
-                    mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
-                )
+                mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
         attended = softmax_attention(*(t.transpose(1, 2) for t in (q, k, v)), mask)
         joined = attended.transpose(1, 2).flatten(2)
         self.y = F.linear(joined, self.out_weight, self.out_bias) if fused else joined

@@ -64,9 +64,7 @@ def disagree(how: str, bad: int) -> Ends:
                 if odd
                 else matmul_all_reduce(torch.ones(8, 3), torch.ones(2, 3), group)
             ),
-            "total": lambda: matmul_reduce_scatter(
-                torch.ones(8 + odd, 3), torch.ones(2, 3), group, schedule="plain"
-            ),
+            "total": lambda: matmul_reduce_scatter(torch.ones(8 + odd, 3), torch.ones(2, 3), group, schedule="plain"),
         }
         kind, text = ends(calls[how])
         return kind, text, ends(lambda: square(group))[1]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap.matmul_cases import Draw, same
 from stretto.overlap import GradientReducer, ReductionThread, reduce_bucket
 from stretto.overlap.p2p import Lane
+from tests.overlap.matmul_cases import Draw, same
 
 
 class Model(nn.Module):

@@ -75,9 +75,7 @@ def column(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> None
 
     mine = leaf(part(x, rows, dim), needs_x)
     my_ws = [leaf(part(w, sizes, 0), needs_w) for w, sizes in zip(weights, case["features"])]
-    my_bs = [
-        None if b is None else leaf(part(b, sizes, 0), needs_b) for b, sizes in zip(biases, case["features"])
-    ]
+    my_bs = [None if b is None else leaf(part(b, sizes, 0), needs_b) for b, sizes in zip(biases, case["features"])]
     sizes = {"exchange": "exchange", "given": rows, "equal": None}[case["sizes"]]
     options = settings_of(case, "keep_gathered")
     outs = all_gather_matmul(mine, my_ws, group, dim=dim, biases=my_bs, sizes=sizes, **options)

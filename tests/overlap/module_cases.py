@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from overlap.matmul_cases import Draw, leaf, same
 from stretto.overlap import (
     ColumnLinear,
     GradientReducer,
@@ -23,6 +22,7 @@ from stretto.overlap import (
     parallelize,
 )
 from stretto.overlap.routes import slice_sizes
+from tests.overlap.matmul_cases import Draw, leaf, same
 
 WIDTH, HIDDEN = 6, 11
 
@@ -258,6 +258,4 @@ def refused_plans() -> None:
             parallelize(model, plan, group)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match=r"this style is for nn.Linear, not LayerNorm"):
-        parallelize_module(
-            nn.LayerNorm(3), DeviceMesh("cpu", list(range(dist.get_world_size()))), OverlapColwise()
-        )
+        parallelize_module(nn.LayerNorm(3), DeviceMesh("cpu", list(range(dist.get_world_size()))), OverlapColwise())

@@ -8,9 +8,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from overlap import matmul_cases
 from stretto.overlap import all_gather_matmul, matmul_all_reduce_start, matmul_reduce_scatter
 from stretto.overlap.p2p import Call, Peers, Transfer, peers_of
+from tests.overlap import matmul_cases
 
 OPERATIONS = (
     matmul_cases.column,

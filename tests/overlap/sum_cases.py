@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap.matmul_cases import Draw
 from stretto.overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from tests.overlap.matmul_cases import Draw
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Ranks
 
-from overlap import attention_cases
-from overlap.examples import few
 from stretto.overlap import split_heads
+from tests.overlap import attention_cases
+from tests.overlap.examples import few
+from tests.ranks import Ranks
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 

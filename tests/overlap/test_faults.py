@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from ranks import Ranks
 
-from overlap import fault_cases
+from tests.overlap import fault_cases
+from tests.ranks import Ranks
 
 DISAGREEMENTS = {
     "rows": "'shape'",

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Ranks
 from torch import nn
 
-from overlap import gradient_cases
-from overlap.examples import few
 from stretto.overlap import GradientReducer
+from tests.overlap import gradient_cases
+from tests.overlap.examples import few
+from tests.ranks import Ranks
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 cases = st.fixed_dictionaries(

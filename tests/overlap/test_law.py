@@ -76,9 +76,7 @@ def test_waiting_late_takes_the_skew_out_of_attention_under_a_causal_mask(world_
     def end(window: int, rho: float) -> float:
         message_s = rho / max(1, world_size - 1)
         return max(
-            finish_times_s(
-                "scatter", "direct", world_size, product_s=causal, message_s=message_s, window=window
-            )
+            finish_times_s("scatter", "direct", world_size, product_s=causal, message_s=message_s, window=window)
         )
 
     for rho in (0.1, 0.3, 0.56, 0.75, 1.0):

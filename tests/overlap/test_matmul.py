@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Ranks
 
-from overlap import matmul_cases
-from overlap.examples import few
+from tests.overlap import matmul_cases
+from tests.overlap.examples import few
+from tests.ranks import Ranks
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 several_worlds = pytest.mark.parametrize("num_ranks", WORLDS)
@@ -19,11 +19,7 @@ def cases(draw: st.DrawFn, num_ranks: int) -> dict[str, Any]:
     """One call: even, uneven or empty slices; 2-D to 4-D inputs; every schedule and choice of gradients."""
     even = draw(st.booleans())
     size = draw(st.integers(0, 4))
-    rows = (
-        [size] * num_ranks
-        if even
-        else draw(st.lists(st.integers(0, 5), min_size=num_ranks, max_size=num_ranks))
-    )
+    rows = [size] * num_ranks if even else draw(st.lists(st.integers(0, 5), min_size=num_ranks, max_size=num_ranks))
     inner = draw(st.sampled_from([(), (2,), (3, 2)]))
     widths = st.lists(st.integers(1, 3), min_size=num_ranks, max_size=num_ranks)
     return {
@@ -33,9 +29,7 @@ def cases(draw: st.DrawFn, num_ranks: int) -> dict[str, Any]:
         "k": draw(st.integers(1, 4)),
         "features": draw(st.lists(widths, min_size=1, max_size=3)),
         "bias": draw(st.booleans()),
-        "needs": draw(
-            st.sampled_from([(1, 1, 1), (1, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 0, 1), (0, 0, 0)])
-        ),
+        "needs": draw(st.sampled_from([(1, 1, 1), (1, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 0, 1), (0, 0, 0)])),
         "sizes": draw(st.sampled_from(["equal", "given", "exchange"] if even else ["given", "exchange"])),
         "schedule": draw(st.sampled_from(["direct", "ring", "direct", "ring", "plain"])),
         "num_subslices": draw(st.sampled_from([1, 2, 4])),

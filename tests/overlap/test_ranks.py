@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, RanksError
+
+from tests.ranks import Ranks, RanksError
 
 
 def add_up(value: int) -> int:

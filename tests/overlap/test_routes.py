@@ -75,9 +75,7 @@ def test_slices_are_those_of_torch_chunk(total, n):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 5))
 def test_subslices_tile_the_rows(sizes, num_subslices):
     slices = Slices(tuple(sizes), num_subslices)
-    rows = [
-        r for j in range(len(sizes)) for s in range(num_subslices) for r in range(10**9)[slices.rows(j, s)]
-    ]
+    rows = [r for j in range(len(sizes)) for s in range(num_subslices) for r in range(10**9)[slices.rows(j, s)]]
     assert rows == list(range(slices.total))
     for j in range(len(sizes)):
         assert slices.rows(j).stop - slices.rows(j).start == sizes[j]

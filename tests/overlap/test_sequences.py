@@ -1,9 +1,9 @@
 """Long runs: no deadlock under random pauses, several groups at once, no buffer used after its release."""
 
 import pytest
-from ranks import Ranks
 
-from overlap import sequence_cases
+from tests.overlap import sequence_cases
+from tests.ranks import Ranks
 
 
 @pytest.mark.parametrize(("num_ranks", "num_sequences"), [(2, 70), (3, 70), (4, 50), (8, 10)])

@@ -2,18 +2,16 @@
 
 import pytest
 import torch
-from ranks import Ranks
 
-from overlap import sum_cases
+from tests.overlap import sum_cases
+from tests.ranks import Ranks
 
 SIXTEEN_BIT = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 @SIXTEEN_BIT
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_direct_sum_is_the_documented_one_bit_for_bit(
-    ranks: Ranks, num_ranks: int, dtype: torch.dtype
-) -> None:
+def test_a_direct_sum_is_the_documented_one_bit_for_bit(ranks: Ranks, num_ranks: int, dtype: torch.dtype) -> None:
     ranks.run(num_ranks, sum_cases.direct_sum_in_fixed_order, dtype)
 
 
