@@ -147,7 +147,7 @@ class Call:
             try:
                 work.wait()
             except RuntimeError as error:
-                messages = transfer.messages[index : index + 1] if each else transfer.messages
+                messages = transfer.messages[index:] if each else transfer.messages
                 doing = " and ".join(f"{verb} rank {peer} {tuple(t.shape)}" for verb, t, peer in messages)
                 self.fail(f"{doing}: {str(error).splitlines()[0]}", error)
         self.leave([transfer])
@@ -234,10 +234,12 @@ class Lane:
     def post(self, step: int, subslice: int, outgoing: Tensor, incoming: Tensor) -> Transfer:
         """Send and receive one sub-slice of a step; before its first, the header is awaited and compared."""
         call, here = self.call, self.routes[step]
-        call.position = f"{self._header.lane} step {step}, sub-slice {subslice}"
+        sent, received = self._shapes(here)
+        place = f"{self._header.lane} step {step}, sub-slice {subslice}"
+        call.position = f"{place} (slices {sent} to rank {here.send_to}, {received} from rank {here.recv_from})"
         if self._incoming is not None and subslice == 0:
             call.wait(self._incoming)
-            expected = replace(self._header, step=step, shape=self._shapes(here)[1])
+            expected = replace(self._header, step=step, shape=received)
             call.compare(expected, Header.unpack(self._buffer), here.recv_from)
             self._incoming = self._announce(step + 1)
         return call.post([(outgoing, here.send_to)], [(incoming, here.recv_from)])

@@ -15,13 +15,12 @@ from torch import Tensor
 from stretto.overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicate_matmul
 from stretto.overlap.products import WeightGradient
 
-SHORT = timedelta(seconds=2)
 Ends = tuple[str, str, str]
 
 
 @contextmanager
-def own_group() -> Any:
-    group = dist.new_group(timeout=SHORT)
+def own_group(timeout_s: float = 30.0) -> Any:
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     yield group
     dist.destroy_process_group(group)
 
@@ -115,8 +114,16 @@ def refuse_on_one(bad: int) -> Ends:
     with own_group() as group:
         k = 7 if dist.get_rank() == bad else 3
         kind, text = ends(lambda: all_gather_matmul(torch.ones(4, 3), torch.ones(2, k), group))
-        time.sleep(2.5 if kind == "ValueError" else 0)
         return kind, text, ""
+
+
+def never_come(bad: int) -> Ends:
+    with own_group(timeout_s=5) as group:
+        if dist.get_rank() == bad:
+            time.sleep(6)
+            return "", "", ""
+        start = time.monotonic()
+        return *ends(lambda: square(group)), str(time.monotonic() - start)
 
 
 def one_call_more(bad: int) -> Ends:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -200,6 +201,33 @@ def order_of_events() -> tuple[list[str], list[tuple[str, int]]]:
         reducer.finish()
     reducer.close()
     return events, products
+
+
+def misuse() -> None:
+    """What is asked in the wrong order is refused on the spot."""
+    mine, _ = models()
+    n, group = dist.get_world_size(), dist.group.WORLD
+    loss = losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum()
+    reducer = GradientReducer(mine, group)
+    with pytest.raises(ValueError, match="late_bound=True"):
+        reducer.settle(torch.ones(n))
+    reducer.close()
+    reducer = GradientReducer(mine, group, late_bound=True)
+    with pytest.raises(ValueError, match="weights for 1 backwards, but the pieces of"):
+        reducer.settle(torch.ones(n))
+    with pytest.raises(ValueError, match="nothing was folded"):
+        reducer.combine(torch.ones(2))
+    with pytest.raises(ValueError, match="nothing was settled"):
+        reducer.deliver()
+    loss.backward()
+    reducer.finish()
+    with pytest.raises(ValueError, match="weights for 2 backwards"):
+        reducer.settle(torch.ones(2, n))
+    reducer.close()
+    with pytest.raises(ValueError, match="no parameter"):
+        GradientReducer(nn.ReLU(), group)
+    with pytest.raises(ValueError, match="last must be a linear layer"):
+        GradientReducer(mine, group, last=nn.Linear(2, 2))
 
 
 def different_models() -> tuple[str, str]:

@@ -82,9 +82,18 @@ def test_a_refusal_on_one_rank_is_the_first_cause_for_those_who_waited(ranks: Ra
         assert text.startswith("rank 1 of 3, all_gather_matmul, call 0: weight of shape (2, 7)")
 
 
-def test_ranks_at_different_calls_say_so(ranks: Ranks) -> None:
+def test_a_rank_that_never_comes_ends_the_call_at_the_timeout_of_the_group(ranks: Ranks) -> None:
+    kind, text, seconds = ranks.run(2, fault_cases.never_come, 1)[0]
+    assert kind == "PeerError"
+    assert "receiving from rank 1 " in text
+    assert float(seconds) < 8
+
+
+def test_ranks_at_different_calls_are_told_so_or_why(ranks: Ranks) -> None:
+    """Whoever notices first names the numbers of the calls, or the refusal that made them differ."""
     results = ranks.run(3, fault_cases.one_call_more, 2)
-    assert "['call'] differ" in same_first_fault([text for _, text, _ in results])
+    fault = same_first_fault([text for _, text, _ in results])
+    assert "['call'] differ" in fault or "rank 2 of 3, all_gather_matmul, call 0: sizes='guess'" in fault
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -93,7 +102,8 @@ def test_a_dead_peer_is_named_with_operation_and_shape(ranks: Ranks, in_backward
     assert outcomes[1].error == "died"
     texts = [outcomes[rank].value[1] for rank in (0, 2)]
     fault = same_first_fault(texts)
-    assert "rank 1 (" in fault
+    assert " rank 1 (" in fault
+    assert "slices (4, 1, " in fault
     assert ("all_gather_matmul backward" if in_backward else "all_gather_matmul, call 1") in fault
 
 

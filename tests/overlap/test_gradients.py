@@ -54,6 +54,10 @@ def test_ranks_with_different_models_are_told_so(ranks: Ranks) -> None:
         assert "'shape'" in text
 
 
+def test_requests_out_of_order_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, gradient_cases.misuse)
+
+
 def test_wrong_requests_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must be a torch.distributed.ProcessGroup"):
         GradientReducer(nn.Linear(2, 2), None)
