@@ -48,6 +48,8 @@ def parallelize(
     """
     options = options or LinearOptions()
     matched = match_plan(module, plan)
+    if not options.sequence_parallel and "sequence" in plan.values():
+        raise ValueError("'sequence' sums gradients of sharded rows; with sequence_parallel=False rows are whole")
     device = next(module.parameters()).device
     mesh = mesh_of(group, device)
     for names, style in matched:

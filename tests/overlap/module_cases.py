@@ -256,6 +256,8 @@ def refused_plans() -> None:
     ]:
         with pytest.raises(ValueError, match=words):
             parallelize(model, plan, group)
+    with pytest.raises(ValueError, match="sequence_parallel=False rows are whole"):
+        parallelize(model, PLAN, group, LinearOptions(sequence_parallel=False))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match=r"this style is for nn.Linear, not LayerNorm"):
         parallelize_module(nn.LayerNorm(3), DeviceMesh("cpu", list(range(dist.get_world_size()))), OverlapColwise())
