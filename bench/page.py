@@ -103,7 +103,7 @@ def _memory(report: dict[str, Any]) -> list[str]:
 def _field(report: dict[str, Any]) -> list[str]:
     lines = ["## The field", "", _origin("field", report), "", FIELD]
     maps: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for point in report["points"]:
+    for point in report["cases"].values():
         maps.setdefault((point["method"], point["trained"]), []).append(point)
     for (method, trained), points in maps.items():
         columns = sorted({point["rows"] for point in points})
