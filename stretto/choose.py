@@ -32,9 +32,9 @@ class Choice:
     reason: str
 
 
-def make_chosen(choice: Choice, config: Config, policy: Policy, rule: AdvantageRule) -> Schedule:
-    """The schedule of a choice."""
-    return make_schedule(
+def make_chosen(choice: Choice, config: Config, policy: Policy, rule: AdvantageRule, batch: Batch) -> Schedule:
+    """The schedule of a choice, tried on a batch."""
+    schedule = make_schedule(
         choice.name,
         policy,
         rule=rule,
@@ -42,6 +42,8 @@ def make_chosen(choice: Choice, config: Config, policy: Policy, rule: AdvantageR
         replay_batch=choice.replay_batch,
         retain_last=config.schedule.retain_last,
     )
+    schedule.prepare(batch)
+    return schedule
 
 
 def choose(
@@ -80,7 +82,7 @@ def _race(config: Config, policy: Policy, rule: AdvantageRule, default: Choice, 
     replay_batch = default.replay_batch if default.replay_batch != 1 else rows
     native = Choice("native", replay_batch, "")
     seconds: dict[str, list[float]] = {default.name: [], "native": []}
-    racers = [make_chosen(choice, config, policy, rule) for choice in (default, native)]
+    racers = [make_chosen(choice, config, policy, rule, batches[0]) for choice in (default, native)]
     for _ in range(config.schedule.race):
         for schedule in racers:
             seconds[schedule.name].append(_seconds(schedule, policy, rule, config.prompts.samples, batches))

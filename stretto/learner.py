@@ -46,7 +46,8 @@ class Learner:
         self.config, self.schedule = config, schedule
         self.adapter, self.policy, self.feed = run.adapter, run.policy, run.feed
         self.rule, self.rewards = run.rule, run.rewards
-        self.native = Native(run.policy, config.schedule.replay_batch)
+        is_native = isinstance(schedule, Native)
+        self.native = schedule if is_native else Native(run.policy, config.schedule.replay_batch)
         self.parameters = list(run.policy.parameters.values())
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -130,6 +131,7 @@ class Learner:
             if not is_spike:
                 self.optimizer.param_groups[0]["lr"] = lr
                 self.optimizer.step()
+                self.policy.moved()
                 if self.ema is not None:
                     self.ema.update()
                 self.num_optimizer_steps += 1

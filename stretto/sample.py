@@ -152,8 +152,8 @@ def _draw(adapter: Adapter, config: Config, sigmas: Tensor, seed: int, keys: lis
     rows, media = config.sampling.samples_per_forward, []
     for start in range(0, len(keys), rows):
         batch = keys[start : start + rows]
+        condition = adapter.encode([text] * len(batch))
         with torch.autocast(device.type, torch.bfloat16, enabled=config.model.autocast != "none"):
-            condition = adapter.encode([text] * len(batch))
             latents = ode(adapter.velocity, sigmas, noise.initial(batch).to(device), condition)
         media.append(adapter.decode(latents).cpu())
     return torch.cat(media)

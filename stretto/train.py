@@ -25,7 +25,7 @@ def train(config: Config) -> None:
     evaluator = Evaluator(config, run)
     with RunFolder.open(Path(config.run.folder), config.run.resume) as folder, Signals() as signals:
         choice = choose(config, run.policy, run.rule, run.feed.first_wave, folder.path / "schedule.json")
-        schedule = make_chosen(choice, config, run.policy, run.rule)
+        schedule = make_chosen(choice, config, run.policy, run.rule, run.feed.first_wave()[0])
         learner = Learner(config, run, schedule)
         with RunRecord(config, folder, learner, evaluator) as record:
             record.greet(choice)
