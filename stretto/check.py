@@ -66,8 +66,8 @@ def check(config: Config, json_file: Path | None = None) -> None:
     print(f"{samples} samples, {config.sampling.steps} steps, {len(batches[0].trained_steps)} trained")
     print(table(rows))
     if json_file is not None:
-        report = {"machine": environment(), "samples": samples, "rows": [asdict(row) for row in rows]}
-        write_atomic(json_file, json.dumps(report, indent=1) + "\n")
+        report = {"machine": environment(), "samples": samples, "rows": [_plain(row) for row in rows]}
+        write_atomic(json_file, json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
 def compare(
@@ -106,13 +106,19 @@ def table(rows: Sequence[Row]) -> str:
         if row.refused:
             lines.append(f"{row.schedule:<20}  {row.refused}")
             continue
-        peak = "-" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}"
+        peak = f"{row.peak_bytes / 1e6:.1f}" if row.peak_bytes else "-"
         lines.append(
             f"{row.schedule:<20}{row.cosine:>12.8f}{row.relative_l2:>10.1e}{row.max_difference:>10.1e}"
             f"{'equal' if row.is_bitwise else '-':>6}{row.forwards:>7.1f}{row.backwards:>7.1f}{row.seconds:>9.3f}"
             f"{row.held_bytes / 1e6:>10.1f}{peak:>10}"
         )
     return "\n".join(lines)
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    """A row for JSON, which knows no NaN: what is not finite is None."""
+    values = asdict(row).items()
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values}
 
 
 def _rewards(

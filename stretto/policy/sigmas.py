@@ -39,9 +39,8 @@ def pipeline(num_steps: int, num_tokens: int, scheduler_config: Mapping[str, Any
     """The spacing of the stock diffusers pipeline: T points, shifted, then 0 appended; (T + 1,) float64.
 
     The points are linspace(1, 1/T) where the pipeline passes them itself (FLUX: `passes_points` in the config of
-    its adapter) or shifts dynamically; UniPC with flow sigmas (Wan) shifts the first T of
-    linspace(1 - 1/N, 0, T + 1); flow Euler runs from the shifted 1 to the shifted 1/N and shifts once more. N is
-    num_train_timesteps.
+    its adapter) or shifts dynamically; the first T of linspace(1, 1/N, T + 1) for UniPC with flow sigmas (Wan);
+    else flow Euler's, from the shifted 1 to the shifted 1/N, then shifted once more. N is num_train_timesteps.
     """
     config = scheduler_config
     num_train = int(config.get("num_train_timesteps", 1000))
@@ -53,7 +52,7 @@ def pipeline(num_steps: int, num_tokens: int, scheduler_config: Mapping[str, Any
         points = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64)
     elif config.get("use_flow_sigmas"):
         shift = float(config.get("flow_shift", 1.0))
-        points = torch.linspace(1 - 1 / num_train, 0, num_steps + 1, dtype=torch.float64)[:-1]
+        points = torch.linspace(1, 1 / num_train, num_steps + 1, dtype=torch.float64)[:-1]
     else:
         lowest = float(_shift(torch.tensor(1 / num_train, dtype=torch.float64), shift))
         points = torch.linspace(1, lowest, num_steps, dtype=torch.float64)
