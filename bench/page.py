@@ -116,7 +116,7 @@ def _field(report: dict[str, Any]) -> list[str]:
                 here = {p["rows"]: p for p in points if (p["width"], p["tokens"]) == (width, tokens)}
                 cells = "".join(f" {cell(here[rows])} |" for rows in columns)
                 lines.append(f"| {width} | {tokens} |{cells}")
-            lines += ["", "MB:" if kind == "fastest" else "", *([""] if kind == "fastest" else [])]
+            lines += ["", "MB:", ""] if kind == "fastest" else [""]
     return lines
 
 

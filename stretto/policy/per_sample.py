@@ -92,6 +92,8 @@ class PerSampleGradients:
 
     def _by_sample(self, tensor: Tensor) -> tuple[Tensor, ...]:
         rows = tensor.shape[0]
+        if rows == self.num_samples and tensor.ndim == 3:
+            return (tensor,)
         if tensor.ndim < 2 or rows % self.num_samples:
             raise RuntimeError(
                 f"a trained layer saw {rows} rows in a batch of {self.num_samples} samples, so its gradient cannot "
@@ -129,11 +131,12 @@ def _is_norm(layer: nn.Module) -> bool:
 
 
 def _linear(gradients: PerSampleGradients, layer: nn.Linear, x: Tensor) -> Tensor:
-    weight, bias = layer.weight, layer.bias
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if not torch.is_autocast_enabled(x.device.type):
+        output: Tensor = _Linear.apply(gradients, x, layer.weight, layer.bias)
+        return output
+    x = x.to(torch.get_autocast_dtype(x.device.type))
     with torch.autocast(x.device.type, enabled=False):
-        output: Tensor = _Linear.apply(gradients, x, weight, bias)
+        output = _Linear.apply(gradients, x, layer.weight, layer.bias)
     return output
 
 
