@@ -1,6 +1,6 @@
 """The field: seconds and bytes of every schedule over widths, tokens, trained steps and samples a forward.
 
-    python -m bench.field [--quick] [--json FILE]
+    python -m bench.field [--quick] [--json FILE] [--only lora|full]
 
 At each point every schedule makes the gradient of the same prompt group; the fastest wins, and schedules within 3 %
 of it share the win. Bytes are what a schedule holds between rollout and update plus the graph of its largest
@@ -9,6 +9,7 @@ measured at different minutes, only the ratios within a point are interleaved.
 """
 
 import argparse
+import datetime
 import itertools
 import statistics
 import time
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.record import write_result
+from bench.parts import write_part
 from bench.setting import TINY, Contender, Size, Turn, make_policy, without_gc
 from stretto.policy.work import KeptBytes
 
@@ -45,6 +46,12 @@ class Point:
     size: Size
     trained: int
     rows: int
+
+    @property
+    def name(self) -> str:
+        """As the results call it."""
+        width, tokens = self.size.heads * self.size.head_dim, self.size.image_side**2
+        return f"{self.method}, width {width}, {tokens} tokens, |S| {self.trained}, {self.rows} a forward"
 
     @property
     def num_samples(self) -> int:
@@ -79,6 +86,7 @@ def measure(point: Point, repeats: int) -> dict[str, Any]:
     medians = {label: statistics.median(values) for label, values in seconds.items()}
     best = min(medians.values())
     return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "method": point.method,
         "width": point.size.heads * point.size.head_dim,
         "tokens": point.size.image_side**2,
@@ -96,32 +104,32 @@ def measure(point: Point, repeats: int) -> dict[str, Any]:
     }
 
 
-def line(result: dict[str, Any]) -> str:
+def line(name: str, result: dict[str, Any]) -> str:
     """A point as text: native's seconds, every schedule's gain over it, and bytes."""
     seconds = {label: statistics.median(values) for label, values in result["seconds"].items()}
     gains = "  ".join(
         f"{label} {seconds['native'] / s:.2f} ({result['bytes'][label] / 1e6:.0f} MB)" for label, s in seconds.items()
     )
-    return (
-        f"{result['method']} width {result['width']}, {result['tokens']} tokens, {result['trained']} of "
-        f"{result['num_steps']} steps, {result['rows']} a forward: {seconds['native']:.3f} s  {gains}"
-    )
+    return f"{name}: {seconds['native']:.3f} s  {gains}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.field", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few points of a tiny model: does it run")
     parser.add_argument("--json", type=Path, help="write the result")
+    parser.add_argument(
+        "--only", choices=["lora", "full"], help="half of the field; the other half in the file stays"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    started, results = time.perf_counter(), []
+    started, results = time.perf_counter(), {}
     for point in points(args.quick):
-        results.append(measure(point, args.repeats))
-        print(line(results[-1]), flush=True)
-    seconds = time.perf_counter() - started
-    print(f"\n{seconds:.0f} s")
-    write_result(args.json, {"quick": args.quick, "seconds": seconds, "points": results})
+        if args.only in (None, point.method):
+            results[point.name] = measure(point, args.repeats)
+            print(line(point.name, results[point.name]), flush=True)
+    print(f"\n{time.perf_counter() - started:.0f} s")
+    write_part(args.json, "field", {"quick": args.quick}, results, is_part=args.only is not None)
 
 
 def _bytes(turn: Turn, point: Point) -> int:

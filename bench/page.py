@@ -103,7 +103,7 @@ def _memory(report: dict[str, Any]) -> list[str]:
 def _field(report: dict[str, Any]) -> list[str]:
     lines = ["## The field", "", _origin("field", report), "", FIELD]
     maps: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for point in report["points"]:
+    for point in report["cases"].values():
         maps.setdefault((point["method"], point["trained"]), []).append(point)
     for (method, trained), points in maps.items():
         columns = sorted({point["rows"] for point in points})
@@ -116,7 +116,7 @@ def _field(report: dict[str, Any]) -> list[str]:
                 here = {p["rows"]: p for p in points if (p["width"], p["tokens"]) == (width, tokens)}
                 cells = "".join(f" {cell(here[rows])} |" for rows in columns)
                 lines.append(f"| {width} | {tokens} |{cells}")
-            lines += ["", "MB:" if kind == "fastest" else "", *([""] if kind == "fastest" else [])]
+            lines += ["", "MB:", ""] if kind == "fastest" else [""]
     return lines
 
 

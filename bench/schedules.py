@@ -10,7 +10,6 @@ decoded or judged in the timing: rewards are made up. The hazard is another proc
 
 import argparse
 import datetime
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.intervals import Interval, bootstrap, median_ratio
-from bench.record import write_result
+from bench.parts import write_part
 from bench.setting import TINY, Contender, Probe, Size, Turn, make_policy, without_gc
 
 __all__ = ["CASES", "Case", "measure"]
@@ -182,11 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             case = replace(case, num_steps=QUICK_STEPS, trained=max(1, case.trained * QUICK_STEPS // case.num_steps))
         results[case.name] = measure(case, TINY if args.quick else Size(), args.repeats or (2 if args.quick else 9))
         print(table(case.name, results[case.name]), flush=True)
-    seconds = time.perf_counter() - started
-    print(f"\n{seconds:.0f} s")
-    if args.json and args.only and args.json.exists():
-        results = json.loads(args.json.read_text())["cases"] | results
-    write_result(args.json, {"quick": args.quick, "seconds": seconds, "cases": results})
+    print(f"\n{time.perf_counter() - started:.0f} s")
+    write_part(args.json, "schedules", {"quick": args.quick}, results, is_part=bool(args.only))
 
 
 def _best_replay(case: Case, turn: Any) -> tuple[Turn, dict[str, float]]:

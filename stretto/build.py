@@ -5,7 +5,6 @@ mend, before the run folder is touched.
 """
 
 import os
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,8 +164,8 @@ def build_prompts(config: Config, adapter: Adapter) -> Prompts:
 
 
 def prepare_process(config: Config) -> None:
-    """Threads and global seeds; our own draws are keyed, but a reward may use the global generators."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    """One process, the threads that were asked for, and the global seed (a reward's own model may be drawn)."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             f"WORLD_SIZE = {os.environ['WORLD_SIZE']}: training runs on one process in this version; start it "
             "without torchrun, or with --nproc-per-node 1"
@@ -174,4 +173,3 @@ def prepare_process(config: Config) -> None:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)
-    random.seed(config.run.seed)

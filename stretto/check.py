@@ -66,8 +66,8 @@ def check(config: Config, json_file: Path | None = None) -> None:
     print(f"{samples} samples, {config.sampling.steps} steps, {len(batches[0].trained_steps)} trained")
     print(table(rows))
     if json_file is not None:
-        report = {"machine": environment(), "samples": samples, "rows": [asdict(row) for row in rows]}
-        write_atomic(json_file, json.dumps(report, indent=1) + "\n")
+        report = {"machine": environment(), "samples": samples, "rows": [_plain(row) for row in rows]}
+        write_atomic(json_file, json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
 def compare(
@@ -88,7 +88,7 @@ def compare(
     for number, (name, replay_batch) in enumerate(choices):
         label = {1: "native again", 2: f"native, replay {replay}"}.get(number, name)
         try:
-            schedule = make_chosen(Choice(name, replay_batch, ""), config, policy, rule)
+            schedule = make_chosen(Choice(name, replay_batch, ""), config, policy, rule, batches[0])
         except ValueError as refusal:
             rows.append(Row(label, refused=str(refusal)))
             continue
@@ -106,13 +106,19 @@ def table(rows: Sequence[Row]) -> str:
         if row.refused:
             lines.append(f"{row.schedule:<20}  {row.refused}")
             continue
-        peak = "-" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.1f}"
+        peak = f"{row.peak_bytes / 1e6:.1f}" if row.peak_bytes else "-"
         lines.append(
             f"{row.schedule:<20}{row.cosine:>12.8f}{row.relative_l2:>10.1e}{row.max_difference:>10.1e}"
             f"{'equal' if row.is_bitwise else '-':>6}{row.forwards:>7.1f}{row.backwards:>7.1f}{row.seconds:>9.3f}"
             f"{row.held_bytes / 1e6:>10.1f}{peak:>10}"
         )
     return "\n".join(lines)
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    """A row for JSON, which knows no NaN: what is not finite is None."""
+    values = asdict(row).items()
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values}
 
 
 def _rewards(
@@ -123,7 +129,7 @@ def _rewards(
     judged: Callable[[Batch, Tensor], Tensor],
 ) -> dict[SampleKey, Tensor]:
     """The rewards (K,) of every sample, judged once; made-up ones where the real have no spread to learn from."""
-    native = make_chosen(Choice("native", 1, ""), config, policy, rule)
+    native = make_chosen(Choice("native", 1, ""), config, policy, rule, batches[0])
     rewards = torch.cat([native.rollout(batch, judged).rewards for batch in batches])
     num_samples = config.prompts.samples
     if bool(rule(rewards.view(-1, num_samples, rewards.shape[1])).zero_spread.all()):

@@ -2,15 +2,16 @@
 
 The rule: with KL or best-of-n retain, else reweight (batched where it can be). Then a short race on the first wave
 of samples against native at its best, with batched replay, because on a small model that can win. The gradients of
-the race are thrown away and it calls no reward, so a run does not depend on it; the choice is kept in the run
-folder, so that a resumed run does not race again.
+the race are thrown away and it calls no reward, so a run does not depend on it; the choice goes into the checkpoint,
+so that a resumed run does not race again, unless the settings that it was made for have changed.
 """
 
+import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +19,23 @@ from torch import Tensor
 from stretto.config import Config
 from stretto.policy import AdvantageRule, Batch, Policy, make_schedule
 from stretto.policy.schedules import Reweight, Schedule
-from stretto.record.atomic import write_atomic
 
 __all__ = ["Choice", "choose", "make_chosen"]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule by name, native's replay, and why."""
+    """A schedule by name, native's replay, why, and a digest of the settings that it was made for."""
 
     name: str
     replay_batch: int
     reason: str
+    settings: str = ""
 
 
-def make_chosen(choice: Choice, config: Config, policy: Policy, rule: AdvantageRule) -> Schedule:
-    """The schedule of a choice."""
-    return make_schedule(
+def make_chosen(choice: Choice, config: Config, policy: Policy, rule: AdvantageRule, batch: Batch) -> Schedule:
+    """The schedule of a choice, tried on a batch."""
+    schedule = make_schedule(
         choice.name,
         policy,
         rule=rule,
@@ -42,26 +43,39 @@ def make_chosen(choice: Choice, config: Config, policy: Policy, rule: AdvantageR
         replay_batch=choice.replay_batch,
         retain_last=config.schedule.retain_last,
     )
+    schedule.prepare(batch)
+    return schedule
 
 
 def choose(
-    config: Config, policy: Policy, rule: AdvantageRule, first_wave: Callable[[], list[Batch]], path: Path
+    config: Config,
+    policy: Policy,
+    rule: AdvantageRule,
+    first_wave: Callable[[], list[Batch]],
+    kept: Mapping[str, Any] | None = None,
 ) -> Choice:
-    """The choice kept in `path`, or a new one, which is then kept there.
+    """The choice that was kept (as a dict, in a checkpoint) where it still fits, or a new one.
 
     first_wave: gives the batches to race on.
     """
     replay_batch = config.schedule.replay_batch
     if config.schedule.name != "auto":
         return Choice(config.schedule.name, replay_batch, "the recipe says so")
-    if path.exists():
-        return Choice(**json.loads(path.read_text()))
+    settings = _digest(config)
+    if kept and kept["settings"] == settings:
+        return Choice(**kept)
     name, reason = _default(config, policy)
     choice = Choice(name, replay_batch, reason)
     if config.schedule.race:
         choice = _race(config, policy, rule, choice, first_wave())
-    write_atomic(path, json.dumps(asdict(choice)) + "\n")
-    return choice
+    return replace(choice, settings=settings)
+
+
+def _digest(config: Config) -> str:
+    """Names the settings that decide which schedule is possible and fast."""
+    sections = ("schedule", "objective", "advantage", "sampling", "trained_steps", "tuning", "model", "prompts")
+    text = json.dumps([asdict(getattr(config, section)) for section in sections])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _default(config: Config, policy: Policy) -> tuple[str, str]:
@@ -80,7 +94,7 @@ def _race(config: Config, policy: Policy, rule: AdvantageRule, default: Choice, 
     replay_batch = default.replay_batch if default.replay_batch != 1 else rows
     native = Choice("native", replay_batch, "")
     seconds: dict[str, list[float]] = {default.name: [], "native": []}
-    racers = [make_chosen(choice, config, policy, rule) for choice in (default, native)]
+    racers = [make_chosen(choice, config, policy, rule, batches[0]) for choice in (default, native)]
     for _ in range(config.schedule.race):
         for schedule in racers:
             seconds[schedule.name].append(_seconds(schedule, policy, rule, config.prompts.samples, batches))

@@ -6,13 +6,17 @@ looks the same, so STRETTO_TRACEBACK=1 shows where any error came from. Everythi
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from stretto import __version__
 
 if TYPE_CHECKING:
     from stretto.config import Config
@@ -26,16 +30,54 @@ _OVERRIDES = "--section.field value ...  overrides any setting of the recipe (st
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line `words` (default `sys.argv[1:]`) and return the exit code.
 
-    0 when all went well, 2 for what the user can mend, 128 + n after signal n (130 for Ctrl-C).
+    0 when all went well, 2 for what the user can mend, 128 + n after signal n (130 for Ctrl-C). Where stdout or
+    stderr is closed, what would be said there is lost and the work done all the same.
     """
+    _open_closed_streams()
     try:
-        try:
-            _run(list(sys.argv[1:] if words is None else words))
-        finally:
+        with _notes_in_one_line():
+            try:
+                _run(list(sys.argv[1:] if words is None else words))
+            except SystemExit:
+                sys.stdout.flush()
+                raise
             sys.stdout.flush()
     except (KeyboardInterrupt, ValueError, OSError, ImportError) as error:
         return _exit_code(error)
     return 0
+
+
+def _open_closed_streams() -> None:
+    """Put the null device where stdout or stderr was closed, so that no file of a run gets its number."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, number)
+            if null != number:
+                os.close(null)
+        setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it lives as long as the process
+
+
+@contextlib.contextmanager
+def _notes_in_one_line() -> Iterator[None]:
+    """Inside, a UserWarning of ours is a line on stderr without a path; others stay as Python shows them."""
+    former, home = warnings.showwarning, str(Path(__file__).parent)
+
+    def show(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+        if issubclass(category, UserWarning) and os.path.abspath(filename).startswith(home + os.sep):
+            _tell(f"stretto: note: {' '.join(str(message).split())}")
+        else:
+            former(message, category, filename, lineno, *rest)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = former
 
 
 def _run(words: list[str]) -> None:
@@ -60,11 +102,21 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
     config = _load(arguments.recipe, overrides)
     from stretto.train import train
 
-    train(config)
+    try:
+        train(config)
+    except KeyboardInterrupt as stop:
+        from stretto.record.checkpoint import newest
+
+        goes_on = "a run goes on with --resume auto"
+        none_yet = "there is no checkpoint yet, so the run begins anew with --resume auto"
+        stop.add_note(goes_on if newest(Path(config.run.folder) / "checkpoints") else none_yet)
+        raise
 
 
 def _check(arguments: argparse.Namespace, overrides: list[str]) -> None:
     config = _load(arguments.recipe, overrides)
+    if arguments.json is not None:
+        _look_at_target("--json", arguments.json)
     from stretto.check import check
 
     check(config, arguments.json)
@@ -79,6 +131,16 @@ def _load(recipe: Path, overrides: list[str]) -> "Config":
     if config.prompts.file:
         read_prompts(Path(config.prompts.file))
     return config
+
+
+def _look_at_target(option: str, path: Path) -> None:
+    """Refuse a file that could not be written, before the work that it is to tell of."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it or name another")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {path}: the folder {path.parent} cannot be written to; name another")
 
 
 def _sample(arguments: argparse.Namespace) -> None:
@@ -137,6 +199,7 @@ class _SettingsHelp(argparse.Action):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="stretto", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"stretto {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
 
     train = verbs.add_parser("train", help="train a recipe", epilog=_OVERRIDES, add_help=False, allow_abbrev=False)
@@ -150,9 +213,9 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--samples", type=_count, default=0, metavar="N", help="pictures a prompt")
     sample.add_argument("--steps", type=_count, default=0, metavar="N", help="steps of the ODE")
     sample.add_argument("--seed", type=int, metavar="N", help="default: the run's")
-    sample.add_argument("--out", type=Path, metavar="FOLDER", help="default: samples/ in the run folder")
+    sample.add_argument("--out", type=Path, metavar="FOLDER", help="default: a new one in the run's samples/")
     sample.add_argument("--weights", choices=["ema", "live", "base"], help="default: ema where there is one")
-    sample.add_argument("--checkpoint", default="newest", metavar="WHICH", help="newest, best or an iteration")
+    sample.add_argument("--checkpoint", metavar="WHICH", help="newest (default), best or an iteration")
 
     check = verbs.add_parser(
         "check",
@@ -178,23 +241,39 @@ def _exit_code(error: BaseException) -> int:
     """Say what went wrong and return the exit code for it; raise what is not the user's."""
     if os.environ.get("STRETTO_TRACEBACK"):
         traceback.print_exception(error)
-    if isinstance(error, BrokenPipeError):
-        # The reader of our output has gone (`stretto env | head -1`); Python must not fail again on the last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    stdout_failed = _stdout_fails()
+    if isinstance(error, BrokenPipeError):  # the reader of our output has gone (`stretto env | head -1`)
         return 128 + signal.SIGPIPE
     if isinstance(error, KeyboardInterrupt):
         number = signal.Signals(getattr(error, "signal_number", signal.SIGINT))
-        print(f"stretto: stopped by {number.name}; a run goes on with --resume auto", file=sys.stderr)
+        _tell("; ".join([f"stretto: stopped by {number.name}", *getattr(error, "__notes__", [])]))
         return 128 + number
     if isinstance(error, ImportError):
         text = _missing_extra(error)
     elif isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename is not None else ""
+        place = error.filename if error.filename is not None else "stdout" if stdout_failed else None
+        where = f"{place}: " if place is not None else ""
         text = f"{where}{error.strerror or error}"
     else:
         text = str(error)
-    print(f"stretto: error: {text}", file=sys.stderr)
+    _tell(f"stretto: error: {text}")
     return 2
+
+
+def _tell(text: str) -> None:
+    """A line on stderr; nobody can be told that it fails."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _stdout_fails() -> bool:
+    """Whether stdout takes no more (full, or its reader gone); it then loses the rest, or Python would fail again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 _TRAIN_EXTRA = {"PIL", "accelerate", "diffusers", "ftfy", "peft", "safetensors", "sklearn", "tqdm", "transformers"}

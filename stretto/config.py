@@ -166,7 +166,7 @@ class Advantage:
     """From rewards to advantages: (r - mean) / (std + 1e-4), clamped."""
 
     std: Literal["group", "global"] = "group"
-    """Standard deviation of each prompt group, or over all groups of the iteration (the mean is the group's)."""
+    """Standard deviation of each prompt group, or over all groups of an optimizer step (the mean is the group's)."""
     unbiased: bool = False
     """Divide by M - 1 in the standard deviation instead of M."""
     clamp: float = 5.0

@@ -17,7 +17,7 @@ from stretto.models.ema import Ema
 from stretto.policy import KeyedNoise, SampleKey, ode
 from stretto.prompts import Prompts
 from stretto.rewards import load_judge
-from stretto.rewards.scoring import score
+from stretto.rewards.scoring import judge, score
 
 __all__ = ["Evaluation", "Evaluator"]
 
@@ -43,8 +43,7 @@ class Evaluator:
 
     def __init__(self, config: Config, run: Assembly) -> None:
         self.config, self.adapter, self.rewards, prompts = config, run.adapter, run.rewards, run.prompts
-        self.texts = config.evaluation.prompts or prompts.texts[:MAX_PROMPTS]
-        self.metadata = _metadata(self.texts, prompts)
+        self.texts, self.metadata = _chosen(config.evaluation.prompts, prompts)
         self.judge = load_judge(config.evaluation.judge) if config.evaluation.judge else None
         self.sigmas = build_sigmas(config, run.adapter, config.evaluation.steps or config.sampling.steps)
         self.noise = KeyedNoise(config.run.seed, run.adapter.latent_shape)
@@ -68,7 +67,8 @@ class Evaluator:
         figures = {"reward": float((rewards * self.weights).sum(dim=1).mean())}
         figures |= {f"reward/{name}": float(rewards[:, k].mean()) for k, name in enumerate(self.rewards)}
         if self.judge is not None:
-            figures |= {f"judge/{name}": float(value) for name, value in self.judge(media, texts).items()}
+            judged = judge(self.config.evaluation.judge, self.judge, media, texts)
+            figures |= {f"judge/{name}": value for name, value in judged.items()}
         return Evaluation(figures, media, list(self.texts))
 
     def _draw(self, keys: list[SampleKey]) -> Tensor:
@@ -82,17 +82,25 @@ class Evaluator:
         return self.config.sampling.samples_per_forward
 
 
-def _metadata(texts: list[str], prompts: Prompts) -> dict[str, list[Any]]:
-    """The columns of a prompt file for the evaluation prompts, which must then be prompts of that file."""
-    if not prompts.metadata:
-        return {}
-    strangers = [text for text in texts if text not in prompts.texts]
-    if strangers:
-        raise ValueError(
-            f"evaluation.prompts: {strangers[0]!r} is not in prompts.file, whose columns "
-            f"({', '.join(prompts.metadata)}) the rewards may read; add it there"
-        )
-    return {name: [column[prompts.texts.index(text)] for text in texts] for name, column in prompts.metadata.items()}
+def _chosen(texts: list[str], prompts: Prompts) -> tuple[list[str], dict[str, list[Any]]]:
+    """The evaluation prompts and their metadata: the first of the file by index, or those named by text.
+
+    Raises ValueError for a named one that is not in a file whose columns the rewards may read.
+    """
+    places: list[int | None] = [*range(len(prompts.texts))][:MAX_PROMPTS]
+    if texts:
+        places = [prompts.texts.index(text) if text in prompts.texts else None for text in texts]
+        strangers = [text for text, place in zip(texts, places) if place is None]
+        if strangers and prompts.metadata:
+            raise ValueError(
+                f"evaluation.prompts: {strangers[0]!r} is not in prompts.file, whose columns "
+                f"({', '.join(prompts.metadata)}) the rewards may read; add it there"
+            )
+    chosen = texts or [prompts.texts[place] for place in places if place is not None]
+    metadata = {
+        name: [column[place] for place in places if place is not None] for name, column in prompts.metadata.items()
+    }
+    return chosen, metadata
 
 
 def _chunks(keys: list[SampleKey], size: int) -> list[list[SampleKey]]:

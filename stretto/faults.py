@@ -40,6 +40,11 @@ def _at_least(least: int, why: str = "") -> _Bound:
     return _Bound(lambda value: value >= least, f"take at least {least}" + (f" ({why})" if why else ""))
 
 
+def _between(least: int, most: int, why: str = "") -> _Bound:
+    way_out = f"take {least} to {most}" + (f" ({why})" if why else "")
+    return _Bound(lambda value: least <= value <= most, way_out)
+
+
 def _positive(why: str = "") -> _Bound:
     return _Bound(lambda value: value > 0, "take more than 0" + (f" ({why})" if why else ""))
 
@@ -48,23 +53,23 @@ def _no_blank(what: str) -> _Bound:
     return _Bound(lambda words: all(word.strip() for word in words), f"{what} may not be blank")
 
 
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,2})?")
 _DECAY = _Bound(lambda value: 0 <= value < 1, "take a decay in [0, 1)")
 
 _BOUNDS = {
     "run.folder": _Bound(lambda folder: folder.strip() != "", "name the folder that the run is to be kept in"),
     "run.seed": _Bound(lambda seed: 0 <= seed < 2**63, "take a seed in 0..2**63 - 1"),
     "run.iterations": _at_least(1),
-    "run.device": _Bound(lambda device: bool(_DEVICE.fullmatch(device)), "take auto, cpu, cuda or cuda:N"),
-    "run.threads": _at_least(0, "0 leaves torch's own choice"),
+    "run.device": _Bound(lambda device: bool(_DEVICE.fullmatch(device)), "take auto, cpu, cuda or cuda:N, N in 0..99"),
+    "run.threads": _between(0, 1024, "0 leaves torch's own choice"),
     "model.height": _at_least(1),
     "model.width": _at_least(1),
     "model.frames": _at_least(1),
     "model.guidance_embedded": _at_least(0),
     "model.guidance": _at_least(0, "1 turns guidance off"),
     "model.text_length": _at_least(1),
-    "tuning.rank": _at_least(1),
-    "tuning.alpha": _at_least(1),
+    "tuning.rank": _between(1, 65536),
+    "tuning.alpha": _between(1, 65536),
     "tuning.targets": _no_blank("a target"),
     "prompts.per_iteration": _at_least(1),
     "prompts.samples": _Bound(lambda samples: samples >= 2, "a prompt group needs at least 2 samples"),
@@ -137,6 +142,9 @@ def _conflicts(config: Config) -> Iterator[Fault]:
     yield from _sampling_conflicts(config)
     yield from _trained_steps_conflicts(config)
     yield from _update_conflicts(config)
+    if config.evaluation.patience > 0 and config.evaluation.every == 0:
+        way_out = "it counts evaluations, and evaluation.every = 0 makes none; set evaluation.every, or patience to 0"
+        yield _fault(config, "evaluation.patience", way_out, "evaluation.every")
 
 
 def _model_conflicts(config: Config) -> Iterator[Fault]:

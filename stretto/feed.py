@@ -18,6 +18,9 @@ from stretto.prompts import Prompts
 __all__ = ["Feed"]
 
 
+KEPT_CONDITIONS = 256
+
+
 class Feed:
     """The batches of every iteration of a run."""
 
@@ -67,7 +70,9 @@ class Feed:
         return result
 
     def _condition(self, text: str) -> Condition:
-        """The prompt encoded, one row; each text is encoded once in a run."""
+        """The prompt encoded, one row; the last texts are kept, so that a group's is encoded once."""
         if text not in self._conditions:
+            if len(self._conditions) >= KEPT_CONDITIONS:
+                del self._conditions[next(iter(self._conditions))]
             self._conditions[text] = self.adapter.encode([text])
         return self._conditions[text]

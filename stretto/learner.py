@@ -5,6 +5,8 @@ rollout is recompute-free; later ones are native, with the ratio clip. The hazar
 rollout must be rolled out before the first step moves the weights.
 """
 
+import random
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from stretto.config import Config
 from stretto.models.ema import Ema
 from stretto.policy import Batch, NonFiniteError, Trajectory, fingerprint
 from stretto.policy.layout import parts
+from stretto.policy.noise import generator
 from stretto.policy.schedules import Native, Schedule, UpdateStats
 from stretto.rewards.scoring import score
 
@@ -46,7 +49,8 @@ class Learner:
         self.config, self.schedule = config, schedule
         self.adapter, self.policy, self.feed = run.adapter, run.policy, run.feed
         self.rule, self.rewards = run.rule, run.rewards
-        self.native = Native(run.policy, config.schedule.replay_batch)
+        is_native = isinstance(schedule, Native)
+        self.native = schedule if is_native else Native(run.policy, config.schedule.replay_batch)
         self.parameters = list(run.policy.parameters.values())
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -59,6 +63,7 @@ class Learner:
     def learn(self, iteration: int) -> dict[str, Any]:
         """Roll out, make the gradient, step; returns the iteration's metrics."""
         self.policy.counter.take()
+        self._seed_global_generators(iteration)
         num_updates = self.config.optimizer.updates_per_rollout
         over_parts = self.config.optimizer.updates_over == "parts"
         prompt_parts = parts(self.config.prompts.per_iteration, num_updates if over_parts else 1)
@@ -130,6 +135,7 @@ class Learner:
             if not is_spike:
                 self.optimizer.param_groups[0]["lr"] = lr
                 self.optimizer.step()
+                self.policy.moved()
                 if self.ema is not None:
                     self.ema.update()
                 self.num_optimizer_steps += 1
@@ -171,6 +177,14 @@ class Learner:
             "seconds": self.policy.stopwatch.take(),
         }
 
+    def _seed_global_generators(self, iteration: int) -> None:
+        """Ours are keyed; but a reward may draw from the global ones, and a resumed run must draw the same."""
+        seed = generator(self.config.run.seed, "global", iteration).get_state().view(torch.int64)[3:5].sum().item()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+
     def _compare_log_probs(self, difference: float) -> None:
         """Say once when two forwards of unmoved weights differ by more than the clip: its band is then noise."""
         clip_range = self.config.objective.clip_range
@@ -199,5 +213,7 @@ class Learner:
                 parameter.copy_(state["weights"][name])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
         self.num_optimizer_steps = int(state["num_optimizer_steps"])
-        if self.ema is not None:
+        if self.ema is not None and state["ema"]:
             self.ema.load_state_dict(state["ema"])
+        elif self.ema is not None:  # the run had no average so far: it starts here
+            self.ema = Ema(self.policy.parameters, self.config.ema.decay)

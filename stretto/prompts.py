@@ -24,12 +24,15 @@ class Prompts:
 def read_prompts(path: Path) -> Prompts:
     """Read a .jsonl file of objects with "prompt", or any other file as one prompt a line; blank lines are skipped.
 
-    Raises ValueError that names every bad line (the first ten), and for a file that is missing, empty or not UTF-8.
+    Raises ValueError that names every bad line (the first ten), and for a file that is missing, a folder, empty or
+    not UTF-8 (a byte order mark may open it).
     """
     try:
-        lines = path.read_bytes().decode().split("\n")
-    except FileNotFoundError:
-        raise ValueError(f'prompts.file = "{path}": there is no such file') from None
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f'prompts.file = "{path}": there is no such file (looked for {path.absolute()})') from None
+    except IsADirectoryError:
+        raise ValueError(f'prompts.file = "{path}" is a folder: name a text file with one prompt a line') from None
     except UnicodeDecodeError as error:
         raise ValueError(f'prompts.file = "{path}": byte {error.start} is not UTF-8') from None
     numbered = [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]

@@ -37,6 +37,7 @@ class RecipeError(ValueError):
 def load_recipe(path: Path, overrides: list[str]) -> Config:
     """Read a recipe, apply the overrides, check every value.
 
+    Relative paths in a recipe stay as they are: they are of the current directory, not of the recipe's.
     path: a TOML file with one table a section. overrides: command-line words, `["--sampling.steps", "4"]`;
     they win over the file. Raises `RecipeError` with all the faults of the file, the overrides and the
     values.
@@ -72,9 +73,9 @@ def settings_help() -> str:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):
-        fault = "there is no such file; give the path of a recipe in TOML"
+        fault = f"there is no such file; give the path of a recipe in TOML (looked for {path.absolute()})"
     except IsADirectoryError:
         fault = "is a folder; give the path of a recipe in TOML"
     except UnicodeDecodeError as error:

@@ -1,11 +1,12 @@
 """What the loop leaves on disk and on the screen, and how it takes up again.
 
-One object between the loop and the record room: evaluations, grids, metrics, checkpoints, the table at the end. Its
-`history` (first, last and best evaluation) is part of the checkpoint. The hazard is the order in `write`.
+One object between the loop and the record room: evaluations, grids, metrics, checkpoints, the table at the end. The
+hazard is the order in `write`.
 """
 
-import random
 import time
+import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,62 +18,84 @@ from stretto.config import Config
 from stretto.evaluation import Evaluator
 from stretto.learner import Learner
 from stretto.models.trainable import save_full, save_lora
-from stretto.policy import fingerprint
+from stretto.policy import Policy, fingerprint
 from stretto.recipe import dump_recipe
 from stretto.record import checkpoint
 from stretto.record.environment import as_json, environment
 from stretto.record.media import save_grid
 from stretto.record.run_folder import RunFolder
-from stretto.record.trackers import open_trackers
+from stretto.record.trackers import Trackers, open_trackers
 
-__all__ = ["RunRecord"]
+__all__ = ["RunRecord", "identity_of"]
 
 SHOWN = ("reward", "zero_spread", "grad_norm", "kl", "evaluation/reward", "evaluation/judge/accuracy")
 GRID_COLUMNS = 8
 
 
 class RunRecord:
-    """The record of a run, opened at its newest whole checkpoint.
+    """The record of a run; `take_up` comes first.
 
-    finished: iterations done. history: evaluations by "first", "last" and "best", and evaluations since the best.
+    finished: iterations done. history: evaluations by "first", "last" and "best", evaluations since the best, and
+    the choice of schedule; part of the checkpoint.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, learner: Learner, evaluator: Evaluator) -> None:
+    def __init__(
+        self, config: Config, folder: RunFolder, learner: Learner, evaluator: Evaluator, identity: dict[str, Any]
+    ) -> None:
         self.config, self.folder, self.learner, self.evaluator = config, folder, learner, evaluator
-        self.identity = _identity(config, learner)
-        loaded = checkpoint.load_newest(folder.checkpoints, self.identity)
-        self.finished = loaded.iteration if loaded else 0
+        self.identity = identity
+        self.finished = 0
         self.history: dict[str, Any] = {"since_best": 0}
         self.evaluation_s = 0.0
-        self.notes = loaded.notes if loaded else []
-        if loaded:
-            self._restore(loaded.state)
-        folder.write_config(dump_recipe(config))
-        folder.write_environment(as_json(environment()))
+        self.trackers: Trackers | None = None
+
+    def take_up(self, loaded: checkpoint.Loaded | None, choice: Choice) -> None:
+        """Go on from a checkpoint, or begin; open the trackers, and say what will run and why."""
+        notes = []
+        if loaded is not None:
+            self.finished = loaded.iteration
+            self.history = dict(loaded.state["history"])
+            self.learner.load_state_dict(loaded.state)
+            notes = [*loaded.notes, *self._changed_settings()]
+        self.history["choice"] = asdict(choice)
+        self.folder.write_config(dump_recipe(self.config))
+        self.folder.write_environment(as_json(environment()))
         self.trackers = open_trackers(
-            folder.path,
-            iterations=config.run.iterations,
+            self.folder.path,
+            iterations=self.config.run.iterations,
             shown=SHOWN,
             from_iteration=self.finished,
-            tensorboard=config.run.tensorboard,
+            tensorboard=self.config.run.tensorboard,
         )
+        for note in notes:
+            self._say(f"note: {note}")
+        self._greet(choice)
 
-    def greet(self, choice: Choice) -> None:
-        """Say what will run, and why."""
+    def _greet(self, choice: Choice) -> None:
         config, policy = self.config, self.learner.policy
-        say = self.trackers.say
-        for note in self.notes:
-            say(f"note: {note}")
         if self.finished:
-            say(f"going on from iteration {self.finished} of {config.run.iterations} in {self.folder.path}")
+            self._say(f"going on from iteration {self.finished} of {config.run.iterations} in {self.folder.path}")
         num_trained = sum(p.numel() for p in policy.parameters.values())
         num_all = sum(p.numel() for p in policy.module.parameters())
-        say(f"{config.model.adapter}: {num_trained:,} of {num_all:,} weights train ({config.tuning.method})")
-        say(f"schedule: {choice.name}: {choice.reason}")
-        say("on-policy: one forward gives both log-probabilities, so the ratio is 1 by design")
+        self._say(f"{config.model.adapter}: {num_trained:,} of {num_all:,} weights train ({config.tuning.method})")
+        self._say(f"schedule: {choice.name}: {choice.reason}")
+        self._say("on-policy: one forward gives both log-probabilities, so the ratio is 1 by design")
         updates = config.optimizer.updates_per_rollout
         if updates > 1:
-            say(f"{updates} optimizer steps a rollout: the first is recompute-free, the others native, with the clip")
+            self._say(
+                f"{updates} optimizer steps a rollout: the first is recompute-free, the others native, with the clip"
+            )
+
+    def _changed_settings(self) -> list[str]:
+        """What differs from the settings that the run was last started with, a line a setting."""
+        if not self.folder.config.is_file():
+            return []
+        before, now = (_flat(tomllib.loads(t)) for t in (self.folder.config.read_text(), dump_recipe(self.config)))
+        return [
+            f"{key} is now {now.get(key, 'unset')}, it was {before.get(key, 'unset')}"
+            for key in sorted({*before, *now} - {"run.resume"})
+            if before.get(key) != now.get(key)
+        ]
 
     def evaluate_at_start(self) -> None:
         """Before the first iteration: the grid and the figures to compare with."""
@@ -88,6 +111,7 @@ class RunRecord:
         if self.evaluator.is_due(self.finished):
             metrics["evaluation"], is_best = self._evaluate()
             metrics["seconds"]["evaluation"] = self.evaluation_s
+        assert self.trackers is not None
         self.trackers.write(metrics)
         every = self.config.checkpoint.every
         is_last = must_stop or self.finished == self.config.run.iterations or self.patience_ended
@@ -106,16 +130,21 @@ class RunRecord:
         if self.learner.ema is not None:
             with self.learner.ema.swapped():
                 self._save_weights(self.folder.weights / "ema")
-        say = self.trackers.say
         if "first" in self.history:
-            say(f"{'':<24}{'before':>10}{'after':>10}")
+            self._say(f"{'':<24}{'before':>10}{'after':>10}")
             for name, before in self.history["first"].items():
-                say(f"{name:<24}{before:>10.3f}{self.history['last'].get(name, float('nan')):>10.3f}")
-        say(f"pictures in {self.folder.grids}, weights in {self.folder.weights}")
+                self._say(f"{name:<24}{before:>10.3f}{self.history['last'].get(name, float('nan')):>10.3f}")
+            self._say(f"pictures in {self.folder.grids}")
+        self._say(f"weights in {self.folder.weights}")
 
     def close(self) -> None:
         """Close the trackers."""
-        self.trackers.close()
+        if self.trackers is not None:
+            self.trackers.close()
+
+    def _say(self, text: str) -> None:
+        assert self.trackers is not None
+        self.trackers.say(text)
 
     def __enter__(self) -> "RunRecord":
         return self
@@ -148,10 +177,7 @@ class RunRecord:
         return figures, is_best
 
     def _save(self, is_best: bool) -> None:
-        state = self.learner.state_dict() | {
-            "history": self.history,
-            "random": {"torch": torch.get_rng_state(), "python": _flat(random.getstate())},
-        }
+        state = self.learner.state_dict() | {"history": self.history}
         checkpoint.save(
             self.folder.checkpoints,
             self.finished,
@@ -161,28 +187,35 @@ class RunRecord:
             is_best=is_best,
         )
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.learner.load_state_dict(state)
-        self.history = dict(state["history"])
-        torch.set_rng_state(state["random"]["torch"])
-        version, *numbers, gauss = state["random"]["python"]
-        random.setstate((version, tuple(numbers), gauss))
-
     def _save_weights(self, folder: Path) -> None:
         save = save_lora if self.config.tuning.method == "lora" else save_full
         save(self.learner.adapter, folder)
 
 
-def _flat(state: Any) -> list[Any]:
-    """Python's random state as one list."""
-    version, numbers, gauss = state
-    return [version, *numbers, gauss]
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested table as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
-def _identity(config: Config, learner: Learner) -> dict[str, Any]:
-    """What a checkpoint must agree on to be of this model: names and shapes of what trains, and a frozen weight."""
-    policy = learner.policy
+def identity_of(config: Config, policy: Policy) -> dict[str, Any]:
+    """What a checkpoint must agree on to be of this model; to be asked before any weight has moved.
+
+    Names and shapes of what trains, the LoRA's strength, and a fingerprint of the base (the first values of each
+    weight; for full tuning the weights before training).
+    """
     shapes = {name: list(p.shape) for name, p in policy.parameters.items()}
-    frozen = next((p for p in policy.module.parameters() if not p.requires_grad), None)
-    base = "all trained" if frozen is None else f"{fingerprint(frozen):08x}"
-    return {"adapter": config.model.adapter, "method": config.tuning.method, "parameters": shapes, "base": base}
+    is_lora = config.tuning.method == "lora"
+    base = 0
+    for parameter in policy.module.parameters():
+        if not (is_lora and parameter.requires_grad):
+            base = (base * 31 + fingerprint(parameter.detach().flatten()[:64])) & 0xFFFFFFFF
+    return {
+        "adapter": config.model.adapter,
+        "method": config.tuning.method,
+        "alpha": config.tuning.alpha if is_lora else None,
+        "parameters": shapes,
+        "base": f"{base:08x}",
+    }

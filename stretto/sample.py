@@ -3,9 +3,10 @@
 Takes a run folder (its recipe and newest checkpoint) or a recipe (that run, or the base model before it). The noise
 of a picture depends on the seed, the prompt's place and the sample's number alone, and is evaluation's, so that two
 weights are compared on the same noise. The hazard is a picture whose weights nobody remembers: `samples.json` beside
-the pictures says which, and the default folder is named after them.
+the pictures says which, the default folder is named after them, and no folder holds the pictures of two calls.
 """
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ __all__ = ["Weights", "sample"]
 
 Weights = Literal["ema", "live", "base"]
 
+_RECORD = "samples.json"
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -48,16 +51,21 @@ def sample(
     seed: int | None = None,
     out: Path | None = None,
     weights: Weights | None = None,
-    which: str = "newest",
+    which: str | None = None,
 ) -> Path:
     """Draw `num_samples` pictures of every prompt and return the folder with them, a grid and `samples.json`.
 
     source: a run folder or a recipe. prompts: default the run's evaluation prompts, else its first ten prompts.
     num_samples, num_steps: 0 takes the recipe's (evaluation.samples; evaluation.steps, else sampling.steps). seed:
-    None takes run.seed. out: default `samples/<weights>` in the run folder, with the iteration in its name. weights:
-    None takes the EMA where the run has one, else the live weights; the base where a recipe has no checkpoint yet.
-    which: `newest`, `best` or the number of an iteration. Raises ValueError where any of these is not there.
+    None takes run.seed. out: default `samples/<weights>` in the run folder, with the iteration in its name, and a
+    number where that holds the pictures of another call. weights: None takes the EMA where the run has one, else the
+    live weights; the base where a recipe has no checkpoint yet. which: `newest` (None takes it), `best` or the number
+    of an iteration. Raises ValueError where any of these is not there, and for an `out` with another call's pictures.
     """
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"--seed {seed}: take a seed in 0..2**63 - 1")
+    if out is not None:
+        _refuse_file(out)
     chosen = _open(source, weights, which)
     config = chosen.config
     prepare_process(config)
@@ -67,7 +75,8 @@ def sample(
     seed = config.run.seed if seed is None else seed
     steps = num_steps or config.evaluation.steps or config.sampling.steps
     sigmas = build_sigmas(config, adapter, steps)
-    folder = out or _default_folder(source, chosen)
+    record = _origin(source, chosen) | {"prompts": texts, "samples": count, "steps": steps, "seed": seed}
+    folder = _folder(_default_folder(source, chosen) if out is None else out, record, may_number=out is None)
     rows = []
     for place, text in enumerate(texts):
         keys = [SampleKey(EVALUATION, place, number) for number in range(count)]
@@ -75,18 +84,22 @@ def sample(
         for number, picture in enumerate(rows[-1]):
             save_media(picture, folder / f"{place:03d}-{number:03d}")
     save_grid(torch.cat(rows), folder / "grid", columns=count, captions=texts)
-    drawn = {"prompts": texts, "samples": count, "steps": steps, "seed": seed}
-    write_atomic(folder / "samples.json", json.dumps(_origin(source, chosen) | drawn, indent=1) + "\n")
     print(f"{len(texts) * count} pictures with the {_described(chosen)} in {folder}")
     return folder
 
 
-def _open(source: Path, weights: Weights | None, which: str) -> _Source:
+def _open(source: Path, weights: Weights | None, which: str | None) -> _Source:
     """The recipe and the checkpoint that `source`, `weights` and `which` name together."""
+    if weights == "base" and which is not None:
+        raise ValueError(f"--checkpoint {which}: the base model has no checkpoints; leave out one of the two options")
     if not source.is_dir():
         config = load_recipe(source, [])
         run = Path(config.run.folder)
-        if weights == "base" or (weights is None and not checkpoint.newest(run / "checkpoints")):
+        is_trained = bool(checkpoint.newest(run / "checkpoints"))
+        if not is_trained and (which is not None or weights in ("ema", "live")):
+            option = f"--checkpoint {which}" if which is not None else f"--weights {weights}"
+            raise ValueError(f"{option}: {run}, the run of {source}, holds no checkpoint yet; take --weights base")
+        if weights == "base" or not is_trained:
             return _Source(config, "base", None)
         return _open(run, weights, which)
     if not (source / "config.toml").is_file():
@@ -100,18 +113,22 @@ def _open(source: Path, weights: Weights | None, which: str) -> _Source:
     return _Source(config, weights or ("ema" if loaded.state.get("ema") else "live"), loaded)
 
 
-def _checkpoint(folder: Path, which: str) -> checkpoint.Loaded:
-    if which == "newest":
+def _checkpoint(folder: Path, which: str | None) -> checkpoint.Loaded:
+    if which is None or which == "newest":
         loaded = checkpoint.load_newest(folder)
         if loaded is None:
             raise ValueError(f"{folder} holds no checkpoint yet; take --weights base")
         for note in loaded.notes:
             print(note)
         return loaded
+    if which != "best" and not (which.isascii() and which.isdecimal()):
+        raise ValueError(f"--checkpoint {which}: take newest, best or the number of an iteration")
     there = {path.name: path for path in checkpoint.newest(folder)}
-    path = checkpoint.best(folder) if which == "best" else there.get(f"iteration-{which:0>8}")
+    path = checkpoint.best(folder) if which == "best" else there.get(f"iteration-{int(which):08d}")
     if path is None:
-        raise ValueError(f"--checkpoint {which}: {folder} has {', '.join(there) or 'no checkpoint'}")
+        lacking = "was the best of an evaluation; take newest or a number: " if which == "best" else ""
+        none = "none there " + lacking if lacking else ""
+        raise ValueError(f"--checkpoint {which}: {none}{folder} has {', '.join(there) or 'no checkpoint'}")
     return checkpoint.load(path)
 
 
@@ -152,8 +169,8 @@ def _draw(adapter: Adapter, config: Config, sigmas: Tensor, seed: int, keys: lis
     rows, media = config.sampling.samples_per_forward, []
     for start in range(0, len(keys), rows):
         batch = keys[start : start + rows]
+        condition = adapter.encode([text] * len(batch))
         with torch.autocast(device.type, torch.bfloat16, enabled=config.model.autocast != "none"):
-            condition = adapter.encode([text] * len(batch))
             latents = ode(adapter.velocity, sigmas, noise.initial(batch).to(device), condition)
         media.append(adapter.decode(latents).cpu())
     return torch.cat(media)
@@ -162,6 +179,38 @@ def _draw(adapter: Adapter, config: Config, sigmas: Tensor, seed: int, keys: lis
 def _default_folder(source: Path, chosen: _Source) -> Path:
     name = f"{chosen.weights}-{chosen.loaded.iteration:08d}" if chosen.loaded else "base"
     return (source if source.is_dir() else Path(chosen.config.run.folder)) / "samples" / name
+
+
+def _refuse_file(out: Path) -> None:
+    """Refuse an --out that is, or lies in, a file."""
+    first = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not first.is_dir():
+        raise ValueError(f"--out {out}: {first} is a file; name a folder")
+
+
+def _folder(wanted: Path, record: dict[str, Any], *, may_number: bool) -> Path:
+    """The folder for these pictures, marked as theirs; one with another call's is passed over, or refused.
+
+    The same call again draws the same pictures under the same names, so it may have its folder again.
+    """
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    for folder in itertools.chain([wanted], numbered if may_number else []):
+        if _is_free(folder, record):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / _RECORD, json.dumps(record, indent=1) + "\n")
+            return folder
+    raise ValueError(f"--out {wanted}: it holds the pictures of another call (see its {_RECORD}); name another folder")
+
+
+def _is_free(folder: Path, record: dict[str, Any]) -> bool:
+    """Whether a folder has no pictures of ours, or those of an equal call (by run or recipe, it is the same)."""
+    if not (folder / _RECORD).is_file():
+        return not any(folder.glob("[0-9][0-9][0-9]-[0-9][0-9][0-9].*"))
+    try:
+        there = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(there, dict) and there | {"source": ""} == record | {"source": ""}
 
 
 def _origin(source: Path, chosen: _Source) -> dict[str, Any]:

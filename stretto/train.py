@@ -12,23 +12,27 @@ from stretto.choose import choose, make_chosen
 from stretto.config import Config
 from stretto.evaluation import Evaluator
 from stretto.learner import Learner
+from stretto.record import checkpoint
 from stretto.record.run_folder import RunFolder
 from stretto.record.signals import Signals
-from stretto.run_record import RunRecord
+from stretto.run_record import RunRecord, identity_of
 
 __all__ = ["train"]
 
 
 def train(config: Config) -> None:
     """Run a recipe to its end, or to a signal. Raises ValueError for what the user can mend."""
-    run = assemble(config)
-    evaluator = Evaluator(config, run)
     with RunFolder.open(Path(config.run.folder), config.run.resume) as folder, Signals() as signals:
-        choice = choose(config, run.policy, run.rule, run.feed.first_wave, folder.path / "schedule.json")
-        schedule = make_chosen(choice, config, run.policy, run.rule)
+        run = assemble(config)
+        evaluator = Evaluator(config, run)
+        identity = identity_of(config, run.policy)
+        loaded = checkpoint.load_newest(folder.checkpoints, identity)
+        kept = loaded.state["history"].get("choice") if loaded else None
+        choice = choose(config, run.policy, run.rule, run.feed.first_wave, kept)
+        schedule = make_chosen(choice, config, run.policy, run.rule, run.feed.first_wave()[0])
         learner = Learner(config, run, schedule)
-        with RunRecord(config, folder, learner, evaluator) as record:
-            record.greet(choice)
+        with RunRecord(config, folder, learner, evaluator, identity) as record:
+            record.take_up(loaded, choice)
             loop(config, learner, record, signals)
             signals.reraise()
             record.finish()
@@ -37,9 +41,9 @@ def train(config: Config) -> None:
 def loop(config: Config, learner: Learner, record: RunRecord, signals: Signals) -> None:
     """From where the record stands to the last iteration, to a signal, or until patience ends."""
     record.evaluate_at_start()
-    for iteration in range(record.finished, config.run.iterations):
-        metrics = learner.learn(iteration)
+    while record.finished < config.run.iterations and not record.patience_ended:
+        metrics = learner.learn(record.finished)
         must_stop = signals.caught is not None
         record.write(metrics, must_stop=must_stop)
-        if must_stop or record.patience_ended:
+        if must_stop:
             return

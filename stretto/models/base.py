@@ -28,7 +28,7 @@ class Adapter(Protocol):
     """One sample's latent: (tokens, channels) for packed FLUX, (C, F, H, W) for Wan."""
     num_tokens: int
     """Image tokens inside the transformer: what a resolution-dependent sigma shift looks at."""
-    scheduler_config: dict[str, Any]
+    scheduler_config: dict[str, Any]  # and "passes_points" where the pipeline passes linspace(1, 1/T) itself
     """The diffusers scheduler's config; {} where there is none."""
     prompts: list[str]
     """The adapter's own prompts; [] where it has none."""

@@ -71,7 +71,7 @@ class FluxAdapter:
         self.text_length = text_length
         self.num_tokens = rows * columns
         self.latent_shape = (self.num_tokens, pipeline.transformer.config.in_channels)
-        self.scheduler_config = dict(pipeline.scheduler.config)
+        self.scheduler_config = {**pipeline.scheduler.config, "passes_points": True}
         self.prompts: list[str] = []
         self.lora_targets = list(LORA_TARGETS)
         self.rows_per_sample = 1 if guidance == 1.0 else 2

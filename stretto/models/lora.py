@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stretto.models.base import Adapter
+from stretto.models.whole_folder import whole_folder
 
 __all__ = ["attach_lora", "lora_off", "save_lora"]
 
@@ -56,9 +57,7 @@ def attach_lora(
 
 
 def save_lora(adapter: Adapter, folder: str | Path) -> None:
-    """Write the LoRA, with its alpha, where a stock pipeline's `load_lora_weights(folder)` finds it."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the LoRA, with its alpha, where a stock pipeline's `load_lora_weights(folder)` finds it; whole or not."""
     tensors = {
         PREFIX + name: parameter.detach().cpu().contiguous()
         for name, parameter in _lora_parameters(adapter.transformer).items()
@@ -67,7 +66,8 @@ def save_lora(adapter: Adapter, folder: str | Path) -> None:
     config = configs["default"].to_dict().items()
     listed = {PREFIX + key: sorted(value) if isinstance(value, set) else value for key, value in config}
     metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(listed, sort_keys=True)}
-    save_file(tensors, folder / LORA_WEIGHT_NAME_SAFE, metadata=metadata)
+    with whole_folder(folder) as partial:
+        save_file(tensors, partial / LORA_WEIGHT_NAME_SAFE, metadata=metadata)
 
 
 @contextmanager

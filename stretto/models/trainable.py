@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stretto.models.base import Adapter, Condition, Velocity
 from stretto.models.ema import Ema
 from stretto.models.lora import attach_lora, lora_off, save_lora
+from stretto.models.whole_folder import whole_folder
 
 __all__ = ["Ema", "attach_lora", "make_full", "reference", "save_full", "save_lora", "trainable_parameters"]
 
@@ -29,9 +30,10 @@ def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def save_full(adapter: Adapter, folder: str | Path) -> None:
-    """Write the transformer in diffusers' layout: its class's `from_pretrained(folder)` reads it back."""
+    """Write the transformer, whole, in diffusers' layout: its class's `from_pretrained(folder)` reads it back."""
     transformer: Any = adapter.transformer
-    transformer.save_pretrained(folder)
+    with whole_folder(folder) as partial:
+        transformer.save_pretrained(partial)
 
 
 def reference(adapter: Adapter, method: Literal["lora", "full"]) -> Velocity:

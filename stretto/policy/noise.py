@@ -16,6 +16,10 @@ from torch import Tensor
 __all__ = ["KeyedNoise", "Noise", "SampleKey", "fingerprint", "generator"]
 
 
+_WORDS, _FIRST = 624, 3
+"""The twister's 624 words, 8 bytes each, begin at the state's fourth; seeded with 0 they begin 0, 1."""
+
+
 class SampleKey(NamedTuple):
     """One sample of one rollout: iteration, prompt group in it, sample in that group."""
 
@@ -35,9 +39,19 @@ class Noise(Protocol):
 
 
 def generator(seed: int, stream: str, *key: int) -> torch.Generator:
-    """A CPU generator that depends on the seed, the stream's name and the key alone."""
-    digest = hashlib.blake2b(stream.encode() + struct.pack(f"<{len(key) + 1}q", seed, *key), digest_size=8)
-    return torch.Generator().manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
+    """A CPU generator that depends on the seed, the stream's name and the key alone.
+
+    torch seeds its Mersenne twister by 32 bits, too few: among a few hundred thousand draws some would be equal. So
+    the twister's whole state comes from a hash of the key.
+    """
+    name = stream.encode() + struct.pack(f"<{len(key) + 1}q", seed, *key)
+    words = torch.frombuffer(bytearray(hashlib.shake_128(name).digest(4 * _WORDS)), dtype=torch.int32)
+    random = torch.Generator().manual_seed(0)
+    state = random.get_state()
+    twister = state.view(torch.int64)[_FIRST : _FIRST + _WORDS]
+    assert (int(twister[0]), int(twister[1])) == (0, 1), "torch's generator state has another layout"
+    twister.copy_(words.long() & 0xFFFFFFFF)
+    return random.set_state(state)
 
 
 class KeyedNoise:

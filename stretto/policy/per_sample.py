@@ -31,7 +31,7 @@ class PerSampleGradients:
         trained = {id(p): name for name, p in parameters.items() if p.requires_grad}
         self._layers: list[tuple[nn.Module, Any]] = []
         covered: set[int] = set()
-        for layer in module.modules():
+        for layer in () if _is_compiled(module) else module.modules():
             own = {name: p for name, p in layer.named_parameters(recurse=False) if id(p) in trained}
             forward = _patched(layer, self) if own else None
             if forward is not None:
@@ -92,6 +92,8 @@ class PerSampleGradients:
 
     def _by_sample(self, tensor: Tensor) -> tuple[Tensor, ...]:
         rows = tensor.shape[0]
+        if rows == self.num_samples and tensor.ndim == 3:
+            return (tensor,)
         if tensor.ndim < 2 or rows % self.num_samples:
             raise RuntimeError(
                 f"a trained layer saw {rows} rows in a batch of {self.num_samples} samples, so its gradient cannot "
@@ -100,24 +102,41 @@ class PerSampleGradients:
         return tensor.reshape(rows, -1, tensor.shape[-1]).split(self.num_samples)
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether any part runs compiled code, which does not see a patched forward."""
+    return any(
+        getattr(m, "_compiled_call_impl", None) or type(m).__name__ == "OptimizedModule" for m in module.modules()
+    )
+
+
 def _patched(layer: nn.Module, gradients: PerSampleGradients) -> Any:
     """A forward for `layer` that tells its samples apart, or None where the kind of layer is not covered."""
+    own = dict(layer.named_parameters(recurse=False))
+    if not set(own) <= {"weight", "bias"} or "forward" in vars(layer):
+        return None
     if type(layer) is nn.Linear:
         return lambda x: _linear(gradients, layer, x)
-    own = dict(layer.named_parameters(recurse=False))
-    is_norm = type(layer).__name__.endswith(("RMSNorm", "LayerNorm")) and set(own) <= {"weight", "bias"}
-    if is_norm and all(p.ndim == 1 for p in own.values()):
+    if _is_norm(layer) and all(p.ndim == 1 for p in own.values()):
         original = type(layer).forward
         return lambda x, *args, **kwargs: _norm(gradients, layer, original, own, x, *args, **kwargs)
     return None
 
 
+def _is_norm(layer: nn.Module) -> bool:
+    """Norms over the last dim, linear in their scale: torch's own, and diffusers' by name, which is not imported."""
+    kind = type(layer)
+    if kind.__module__ == "diffusers.models.normalization":
+        return kind.__name__ in ("RMSNorm", "FP32LayerNorm")
+    return kind in (nn.LayerNorm, nn.RMSNorm)
+
+
 def _linear(gradients: PerSampleGradients, layer: nn.Linear, x: Tensor) -> Tensor:
-    weight, bias = layer.weight, layer.bias
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if not torch.is_autocast_enabled(x.device.type):
+        output: Tensor = _Linear.apply(gradients, x, layer.weight, layer.bias)
+        return output
+    x = x.to(torch.get_autocast_dtype(x.device.type))
     with torch.autocast(x.device.type, enabled=False):
-        output: Tensor = _Linear.apply(gradients, x, weight, bias)
+        output = _Linear.apply(gradients, x, layer.weight, layer.bias)
     return output
 
 

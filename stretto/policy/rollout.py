@@ -62,6 +62,7 @@ class Trajectory:
 
     latents: (B, *latent_shape) float32 at sigma 0. steps: one record for each trained step, ascending.
     rewards: (B, K) float64, raw. policy_version: of the weights that made it. kept: the schedule's own.
+    collection: which of the schedule's collections (from one update to the next) it belongs to.
     """
 
     batch: Batch
@@ -70,6 +71,7 @@ class Trajectory:
     rewards: Tensor
     policy_version: int
     kept: Any = None
+    collection: int = 0
 
 
 Score = Callable[[Batch, Tensor], Tensor]
@@ -96,6 +98,7 @@ class Policy:
     autocast: torch.dtype | None = None
     rows_per_sample: int = 1
     counter: WorkCounter = field(init=False)
+    _num_moves: int = field(init=False, default=0)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def __post_init__(self) -> None:
@@ -103,6 +106,12 @@ class Policy:
             raise ValueError("nothing to train: no parameter of the policy requires a gradient")
         if self.objective.kl_beta and self.reference is None:
             raise ValueError(f"kl_beta = {self.objective.kl_beta} needs a reference policy")
+        dropping = [n for n, m in self.module.named_modules() if isinstance(m, _Dropout) and m.p > 0 and m.training]
+        if dropping:
+            raise ValueError(
+                f"dropout is active in {dropping[0]} ({len(dropping)} layers): two forwards of the same weights "
+                "would differ and no ratio be 1; call module.eval() or set its probability to 0"
+            )
         if self.objective.guard and self.process.dynamics == "cps":
             raise ValueError("guard levels the 1/std^2 of a log-probability, which cps does not have; turn it off")
         self.counter = WorkCounter(self.module, self.rows_per_sample)
@@ -114,8 +123,15 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """Grows with every in-place change of a trained parameter, whoever makes it."""
-        return sum(p._version for p in self.parameters.values())
+        """Names the trained weights as they are: in-place changes, exchanged storages and `moved` change it.
+
+        What changes a parameter behind autograd's back is not seen (a fused optimizer, `p.data.add_`): call `moved`.
+        """
+        return hash((self._num_moves, *((p._version, p.data_ptr()) for p in self.parameters.values())))
+
+    def moved(self) -> None:
+        """Say that the weights were changed: gradients made before are then refused."""
+        self._num_moves += 1
 
     def forward(self, latents: Tensor, steps: Tensor, condition: Condition) -> Tensor:
         """Velocity of B rows at transitions `steps` ((B,) on the CPU), float32, in the ambient grad mode."""
@@ -134,6 +150,9 @@ class Policy:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast)
+
+
+_Dropout = nn.modules.dropout._DropoutNd
 
 
 class AtTrainedStep(Protocol):

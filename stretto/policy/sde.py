@@ -52,8 +52,11 @@ class Process:
         noise_untrained: bool = False,
     ) -> None:
         values = torch.as_tensor(sigmas, dtype=torch.float64)
-        if values.ndim != 1 or len(values) < 2 or not bool((values.diff() < 0).all()):
-            raise ValueError(f"sigmas must fall strictly from 1 to 0, got {values.tolist()}")
+        falls = values.ndim == 1 and len(values) > 1 and bool((values.diff() < 0).all())
+        if not falls or float(values[0]) > 1 or float(values[-1]) < 0:
+            raise ValueError(f"sigmas must fall strictly, from at most 1 to at least 0, got {values.tolist()}")
+        if dynamics == "cps" and not 0 < noise_level <= 1:
+            raise ValueError(f"noise_level = {noise_level}: cps takes a level in (0, 1]")
         self.sigmas, self.dynamics, self.noise_level = values, dynamics, noise_level
         self.noise_untrained = noise_untrained
         stochastic = [_stochastic_step(dynamics, values.tolist(), i, noise_level) for i in range(len(values) - 1)]

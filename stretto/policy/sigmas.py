@@ -23,38 +23,40 @@ def linear(num_steps: int) -> Tensor:
 
 def shifted(num_steps: int, shift: float) -> Tensor:
     """The even schedule t mapped by s*t / (1 + (s-1)*t); (T + 1,) float64. Source: SD3 (Esser et al., 2024)."""
-    t = linear(num_steps)
-    return shift * t / (1 + (shift - 1) * t)
+    return _shift(linear(num_steps), shift)
 
 
 def dynamic(num_steps: int, num_tokens: int, scheduler_config: Mapping[str, Any]) -> Tensor:
-    """The even schedule shifted by exp(mu), mu growing with the number of latent tokens; (T + 1,) float64.
+    """The even schedule with the model's own shift, which grows with the number of latent tokens; (T + 1,) float64.
 
     `scheduler_config` gives base_shift, max_shift, base_image_seq_len and max_image_seq_len (FLUX's where absent)
     and `time_shift_type` ("exponential" or "linear").
     """
-    mu = _mu(num_tokens, scheduler_config)
-    factor = math.exp(mu) if scheduler_config.get("time_shift_type", "exponential") == "exponential" else mu
-    return shifted(num_steps, factor)
+    return _shift(linear(num_steps), _dynamic_shift(num_tokens, scheduler_config))
 
 
 def pipeline(num_steps: int, num_tokens: int, scheduler_config: Mapping[str, Any]) -> Tensor:
     """The spacing of the stock diffusers pipeline: T points, shifted, then 0 appended; (T + 1,) float64.
 
-    With dynamic shifting (FLUX) the points are linspace(1, 1/T); else they run from the shifted 1 to the shifted
-    1/N (N = num_train_timesteps) and are shifted once more, which is diffusers' habit.
+    The points are linspace(1, 1/T) where the pipeline passes them itself (FLUX: `passes_points` in the config of
+    its adapter) or shifts dynamically; the first T of linspace(1, 1/N, T + 1) for UniPC with flow sigmas (Wan);
+    else flow Euler's, from the shifted 1 to the shifted 1/N, then shifted once more. N is num_train_timesteps.
     """
-    if scheduler_config.get("use_dynamic_shifting"):
+    config = scheduler_config
+    num_train = int(config.get("num_train_timesteps", 1000))
+    is_dynamic = bool(config.get("use_dynamic_shifting"))
+    shift = float(config.get("shift", 1.0))
+    if is_dynamic:
+        shift = _dynamic_shift(num_tokens, config)
+    if is_dynamic or config.get("passes_points"):
         points = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64)
-        mu = _mu(num_tokens, scheduler_config)
-        factor = math.exp(mu) if scheduler_config.get("time_shift_type", "exponential") == "exponential" else mu
+    elif config.get("use_flow_sigmas"):
+        shift = float(config.get("flow_shift", 1.0))
+        points = torch.linspace(1, 1 / num_train, num_steps + 1, dtype=torch.float64)[:-1]
     else:
-        factor = float(scheduler_config.get("flow_shift", scheduler_config.get("shift", 1.0)))
-        lowest = 1 / int(scheduler_config.get("num_train_timesteps", 1000))
-        lowest = factor * lowest / (1 + (factor - 1) * lowest)
+        lowest = float(_shift(torch.tensor(1 / num_train, dtype=torch.float64), shift))
         points = torch.linspace(1, lowest, num_steps, dtype=torch.float64)
-    points = factor * points / (1 + (factor - 1) * points)
-    return torch.cat([points, points.new_zeros(1)])
+    return torch.cat([_shift(points, shift), points.new_zeros(1)])
 
 
 def make_sigmas(
@@ -81,7 +83,13 @@ def make_sigmas(
     raise ValueError(f"sigmas = {kind!r}: choose linear, shifted, dynamic or pipeline")
 
 
-def _mu(num_tokens: int, config: Mapping[str, Any]) -> float:
+def _shift(t: Tensor, shift: float) -> Tensor:
+    """s*t / (1 + (s-1)*t), written so that 1 stays exactly 1 for every s."""
+    return shift * t / (shift * t + (1 - t))
+
+
+def _dynamic_shift(num_tokens: int, config: Mapping[str, Any]) -> float:
     base_len, max_len = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
     base, top = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    return float(base + (top - base) * (num_tokens - base_len) / (max_len - base_len))
+    mu = float(base + (top - base) * (num_tokens - base_len) / (max_len - base_len))
+    return math.exp(mu) if config.get("time_shift_type", "exponential") == "exponential" else mu

@@ -7,6 +7,7 @@ rollout counts as backward. On CUDA they are what the host waited, without devic
 """
 
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["KeptBytes", "Stopwatch", "WorkCounter"]
 
 
 class WorkCounter:
-    """Counts rows through `module` by hooks while attached.
+    """Counts rows through `module` by a hook, which goes when the counter goes.
 
     `forwards` (with gradient or without), `forwards_with_grad`, `backwards` and `reference_forwards` are per
     sample: rows divided by `rows_per_sample`.
@@ -29,11 +31,9 @@ class WorkCounter:
         self.rows_per_sample = rows_per_sample
         self.is_reference = False
         self._rows: dict[str, int] = defaultdict(int)
-        self._hook = module.register_forward_hook(self._count, with_kwargs=True)
-
-    def close(self) -> None:
-        """Take the hook off."""
-        self._hook.remove()
+        this = weakref.ref(self)
+        hook = module.register_forward_hook(lambda _module, _inputs, output: _count(this(), output))
+        weakref.finalize(self, hook.remove)
 
     @contextmanager
     def reference(self, rows: int) -> Iterator[None]:
@@ -55,8 +55,8 @@ class WorkCounter:
         self._rows.clear()
         return counts
 
-    def _count(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        tensor = output[0] if isinstance(output, tuple) else getattr(output, "sample", output)
+    def count(self, tensor: Tensor) -> None:
+        """Count one forward by its output, and its backward by a hook on it."""
         rows = tensor.shape[0]
         if self.is_reference:
             return
@@ -67,6 +67,11 @@ class WorkCounter:
 
     def _add_backward(self, rows: int) -> None:
         self._rows["backwards"] += rows
+
+
+def _count(counter: WorkCounter | None, output: Any) -> None:
+    if counter is not None:
+        counter.count(next(t for t in tree_leaves(getattr(output, "sample", output)) if isinstance(t, Tensor)))
 
 
 class Stopwatch:
@@ -104,30 +109,31 @@ class Stopwatch:
 class KeptBytes:
     """Bytes that autograd keeps for a backward: unique storages seen by saved-tensor hooks.
 
-    Storages in `excluded` (the weights) do not count. Use as a context around a forward; several forwards add up,
-    and a storage that two of them keep counts once.
+    Storages in `excluded` (the weights) do not count. Use as a context around forwards; a storage that two of them
+    keep counts once. total: bytes, known on leaving.
     """
 
     def __init__(self, excluded: list[Tensor]) -> None:
         self._excluded = {t.untyped_storage().data_ptr() for t in excluded}
-        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
-        self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
-
-    @property
-    def total(self) -> int:
-        """Bytes so far."""
-        return sum(size for size, _ in self._storages.values())
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._context: Any = None
+        self.total = 0
 
     def __enter__(self) -> "KeptBytes":
+        self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
         self._context.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        """Count, and let go: a hook that kept the storages would keep the graphs' memory."""
         self._context.__exit__(*exc)
+        self._context = None
+        self.total = sum(storage.nbytes() for storage in self._storages.values())
+        self._storages.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
         if pointer and pointer not in self._excluded:
-            self._storages[pointer] = (storage.nbytes(), storage)
+            self._storages[pointer] = storage
         return tensor

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -70,7 +70,8 @@ def load_newest(folder: Path, identity: Mapping[str, Any] | None = None) -> Load
     """The newest whole checkpoint; None where there is none at all.
 
     Damaged ones are passed over, each with a note that names what is wrong. Raises ValueError when all are
-    damaged, and when the newest whole one is of another model than `identity`.
+    damaged, when one that is newer than all whole ones has a format that this version does not know, and when the
+    newest whole one is of another model than `identity`.
     """
     notes: list[str] = []
     for path in newest(folder):
@@ -103,10 +104,14 @@ def newest(folder: Path) -> list[Path]:
 def best(folder: Path) -> Path | None:
     """The newest checkpoint that was saved with `is_best`."""
     for path in newest(folder):
-        with contextlib.suppress(OSError, json.JSONDecodeError):
-            if _manifest(path)["is_best"]:
+        with contextlib.suppress(OSError, ValueError):  # damaged, or of a format to come
+            if _manifest(path).get("is_best"):
                 return path
     return None
+
+
+class _Damaged(ValueError):
+    """A checkpoint's manifest is not what was written."""
 
 
 class _Digested:
@@ -152,28 +157,37 @@ def _take_name(partial: Path, final: Path) -> None:
         final.rename(replaced)
     partial.rename(final)
     sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove(replaced)
 
 
 def _tidy(folder: Path) -> None:
     """Clear away what a kill left behind."""
     for path in _entries(folder):
         if path.name.startswith(_PARTIAL):
-            shutil.rmtree(path)
+            _remove(path)
         elif path.name.startswith(_REPLACED):
             final = path.with_name(path.name.removeprefix(_REPLACED))
-            shutil.rmtree(path) if final.exists() else path.rename(final)
+            _remove(path) if final.exists() else path.rename(final)
 
 
 def _forget(folder: Path, iteration: int, keep: int) -> None:
     present = newest(folder)
-    later = [path for path in present if int(path.name.removeprefix("iteration-")) > iteration]
+    later = [path for path in present if int(path.name.rpartition("-")[2]) > iteration]
     best_so_far = best(folder)
     older = [path for path in present if path not in later and path != best_so_far]
     for path in later + older[keep:]:
         gone = path.with_name(f"{_PARTIAL}{path.name}")  # so that a kill leaves none half-deleted under its name
         path.rename(gone)
-        shutil.rmtree(gone)
+        _remove(gone)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or whatever else stands under a checkpoint's name; nothing where there is nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -181,24 +195,40 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    manifest = json.loads((path / _MANIFEST).read_text())
+    """The manifest, with every key that is read here. Raises `_Damaged`, and ValueError for another format."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        raise _Damaged(f"{_MANIFEST} is missing or cut short") from None
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise _Damaged(f"{_MANIFEST} is not a manifest: it names no format")
     if manifest["format"] != 1:
-        raise ValueError(f"{path} has format {manifest['format']}; this version reads 1")
-    return dict(manifest)
+        raise ValueError(
+            f"{path} has format {str(manifest['format'])[:20]}, this version reads 1; go on with the version of "
+            "stretto that wrote it, or move it out of the folder to go on from the checkpoint before it"
+        )
+    for key, kind in (("iteration", int), ("identity", dict), ("files", dict)):
+        if type(manifest.get(key)) is not kind:
+            raise _Damaged(f"{_MANIFEST} is not whole: {key} is missing or of a wrong type")
+    for name in {_STATE, *manifest["files"]}:
+        expected = manifest["files"].get(name)
+        if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys() or Path(name).name != name:
+            raise _Damaged(f"{_MANIFEST} is not whole: it does not tell the size and SHA-256 of {name[:40]}")
+    return manifest
 
 
 def _damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None."""
     try:
         files = _manifest(path)["files"]
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        return f"{_MANIFEST} is missing or cut short"
+    except _Damaged as damage:
+        return str(damage)
     for name, expected in files.items():
         if not (path / name).is_file():
             return f"{name} is missing"
         num_bytes = (path / name).stat().st_size
         if num_bytes != expected["bytes"]:
-            return f"{name} has {num_bytes} bytes, {expected['bytes']} were written"
+            return f"{name} has {num_bytes} bytes, {str(expected['bytes'])[:20]} were written"
         with (path / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
                 return f"{name} is not what was written: its SHA-256 differs"
@@ -210,10 +240,36 @@ def _plain(identity: Mapping[str, Any]) -> dict[str, Any]:
     return dict(json.loads(json.dumps(dict(identity))))
 
 
+_ABSENT = object()
+
+
 def _compare(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    differing = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+    differing = list(_differences(there, here))
     if differing:
-        values = "; ".join(f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in differing)
+        more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""
         raise ValueError(
-            f"{path} is a checkpoint of another model: {values}; go on with its own, or in another run.folder"
+            f"{path} is a checkpoint of another model: {'; '.join(differing[:3])}{more}; go on with its own, or in "
+            "another run.folder"
         )
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
+    """A phrase a key whose values differ; of a table the first of its entries that differ, and their number."""
+    for key in _differing(there, here):
+        one, other = there.get(key, _ABSENT), here.get(key, _ABSENT)
+        if isinstance(one, dict) and isinstance(other, dict):
+            inner = _differing(one, other)
+            one, other = one.get(inner[0], _ABSENT), other.get(inner[0], _ABSENT)
+            key = f"{len(inner)} of the {key} differ, first {inner[0][-60:]}"
+            yield f"{key}: {_shown(one)} there and {_shown(other)} here"
+        else:
+            yield f"{key} is {_shown(one)} there and {_shown(other)} here"
+
+
+def _differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    return [key for key in {**here, **there} if there.get(key, _ABSENT) != here.get(key, _ABSENT)]
+
+
+def _shown(value: Any) -> str:
+    text = "absent" if value is _ABSENT else repr(value)
+    return text if len(text) <= 30 else f"{text[:27]}..."

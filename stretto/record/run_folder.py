@@ -7,6 +7,7 @@ resumes.
 
 import fcntl
 import os
+import re
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,8 @@ from typing import Literal
 from stretto.record.atomic import naming, write_atomic
 
 __all__ = ["RunFolder"]
+
+_RESUME = re.compile(r'^resume = "auto"$', re.MULTILINE)
 
 
 class RunFolder:
@@ -59,7 +62,14 @@ class RunFolder:
         return has_metrics or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
     def write_config(self, text: str) -> None:
-        """Keep the resolved recipe. One that differs from what is there steps aside as config.1.toml, .2, ..."""
+        """Keep the resolved recipe. One that differs from what is there steps aside as config.1.toml, .2, ...
+
+        Whether this start resumed is no setting of the run: `run.resume` makes no difference, and is kept as "no", so
+        that a start from the kept recipe does not go on by surprise.
+        """
+        text = _RESUME.sub('resume = "no"', text, count=1)
+        if self.config.is_file() and _RESUME.sub('resume = "no"', self.config.read_text(), count=1) == text:
+            return
         _keep(self.config, text)
 
     def write_environment(self, text: str) -> None:

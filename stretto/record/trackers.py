@@ -34,7 +34,7 @@ class Screen(Writer, Protocol):
 
 
 class Lines:
-    """A plain line an iteration: for logs and pipes."""
+    """A plain line an iteration: for logs and pipes; none where stdout is closed."""
 
     def __init__(self, iterations: int, shown: Sequence[str], stream: TextIO | None = None) -> None:
         self.iterations, self.shown, self.stream = iterations, shown, stream
@@ -46,7 +46,9 @@ class Lines:
 
     def say(self, text: str) -> None:
         """See `Screen`."""
-        print(text, file=self.stream or sys.stdout, flush=True)
+        stream = self.stream or sys.stdout
+        if stream is not None:
+            print(text, file=stream, flush=True)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -153,7 +155,7 @@ def open_trackers(
 
 def _screen(iterations: int, shown: Sequence[str], from_iteration: int) -> Screen:
     """A bar on a terminal; plain lines elsewhere, and where tqdm is not installed."""
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         try:
             return Bar(iterations, shown, from_iteration)
         except ImportError:

@@ -34,8 +34,9 @@ def build_classifier() -> nn.Sequential:
 
 @functools.cache
 def _classifier() -> nn.Sequential:
-    """The shipped classifier on the CPU, loaded once a process."""
-    classifier = build_classifier()
+    """The shipped classifier on the CPU, loaded once a process; torch's own random state is not moved."""
+    with torch.random.fork_rng(devices=[]):
+        classifier = build_classifier()
     classifier.load_state_dict(load_file(CLASSIFIER))
     return classifier.eval().requires_grad_(False)
 

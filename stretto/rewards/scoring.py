@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["RewardError", "score"]
+__all__ = ["JudgeError", "RewardError", "judge", "score"]
 
 
 class RewardError(ValueError):
@@ -31,6 +31,20 @@ class RewardError(ValueError):
         self.reward = reward
         self.sample = sample
         self.value = value
+
+
+class JudgeError(ValueError):
+    """A judge failed; the message is one line.
+
+    Attributes:
+        judge: its name.
+        figure: the name of the figure; "" where it is not one figure's fault.
+    """
+
+    def __init__(self, judge: str, figure: str, problem: str) -> None:
+        super().__init__(f"judge {judge!r}" + (f", figure {figure!r}" if figure else "") + f": {problem}")
+        self.judge = judge
+        self.figure = figure
 
 
 def score(
@@ -68,6 +82,42 @@ def score(
     return torch.tensor(columns, dtype=torch.float64).reshape(len(rewards), len(media)).T.contiguous()
 
 
+def judge(name: str, function: Callable[..., Any], media: Tensor, prompts: list[str]) -> dict[str, float]:
+    """A judge's figures, checked as rewards are.
+
+    Args:
+        name: of the judge, for the error messages.
+        function: `f(media, prompts)`; returns a dict of figures by name, each a number or a Tensor of one.
+        media: (B, C, H, W), or (B, F, C, H, W) for video, float32 in [0, 1].
+        prompts: B prompts.
+
+    Returns:
+        The figures as finite floats, in the judge's order.
+
+    Raises:
+        JudgeError: an exception in the judge (chained as the cause), something else than a dict by names, or a
+            value that is not one finite number.
+    """
+    assert len(media) == len(prompts), (len(media), len(prompts))
+    try:
+        with torch.no_grad():
+            result = _called(function, media, prompts, {})
+    except (Exception, SystemExit) as error:
+        raise JudgeError(name, "", f"the function raised {_told(error)}") from error
+    if not isinstance(result, Mapping):
+        problem = f"returned {_shown(result)}, {type(result).__name__}; it must return a dict of figures by name"
+        raise JudgeError(name, "", problem)
+    figures = {}
+    for figure, value in result.items():
+        if not isinstance(figure, str):
+            raise JudgeError(name, "", f"returned a figure named {_shown(figure)}; names are text")
+        number, problem = _as_number(value)
+        if problem:
+            raise JudgeError(name, figure, f"returned {problem}")
+        figures[figure] = number
+    return figures
+
+
 def _call(
     name: str,
     function: Callable[..., Any],
@@ -79,12 +129,20 @@ def _call(
     accepted = _accepted(function, metadata)
     try:
         with torch.no_grad():
-            return function(media, prompts, **accepted)
-    except Exception as error:
+            return _called(function, media, prompts, accepted)
+    except (Exception, SystemExit) as error:
         row = _failing_row(function, media, prompts, accepted) if len(media) > 1 else 0
         sample = _span(sample_names) if row is None else f"sample {sample_names[row]}"
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RewardError(name, sample, None, f"the function raised {told}") from error
+        raise RewardError(name, sample, None, f"the function raised {_told(error)}") from error
+
+
+def _called(function: Callable[..., Any], media: Tensor, prompts: list[str], metadata: dict[str, Any]) -> Any:
+    """What the function returns; TypeError for one that is async, which nobody would await."""
+    result = function(media, prompts, **metadata)
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError("it is async; write it with a plain def (asyncio.run inside, if it must wait)")
+    return result
 
 
 def _failing_row(
@@ -97,8 +155,8 @@ def _failing_row(
         }
         try:
             with torch.no_grad():
-                function(media[row : row + 1], prompts[row : row + 1], **alone)
-        except Exception:
+                _called(function, media[row : row + 1], prompts[row : row + 1], alone)
+        except (Exception, SystemExit):
             return row
     return None
 
@@ -138,15 +196,23 @@ def _checked(name: str, result: Any, sample_names: list[str]) -> list[float]:
 
 
 def _number(name: str, value: Any, sample: str) -> float:
-    if isinstance(value, Tensor) and value.ndim == 0:
+    number, problem = _as_number(value)
+    if problem:
+        raise RewardError(name, f"sample {sample}", value, f"returned {problem}")
+    return number
+
+
+def _as_number(value: Any) -> tuple[float, str]:
+    """The value as a finite float and "", or NaN and what is wrong with it."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise RewardError(
-            name, f"sample {sample}", value, f"returned {_shown(value)}, {type(value).__name__}, not a number"
-        )
-    if not math.isfinite(value):
-        raise RewardError(name, f"sample {sample}", value, f"returned {float(value)}, not a finite number")
-    return float(value)
+        return math.nan, f"{_shown(value)}, {type(value).__name__}, not a number"
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan, "a number too large for a float"
+    return number, "" if math.isfinite(number) else f"{number}, not a finite number"
 
 
 def _span(sample_names: list[str]) -> str:
@@ -155,6 +221,13 @@ def _span(sample_names: list[str]) -> str:
     return f"samples {sample_names[0]} to {sample_names[-1]}"
 
 
+def _told(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def _shown(value: Any) -> str:
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = f"a {type(value).__name__} without a repr"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -85,6 +85,29 @@ def test_pipeline_sigmas_are_diffusers_own(num_steps, shift):
     torch.testing.assert_close(ours.float(), scheduler.sigmas, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("shift", [0.1, 0.3, 0.45, 3.0])
+def test_shifted_sigmas_begin_at_exactly_one(shift):
+    sigmas = make_sigmas("shifted", 10, shift=shift)
+    assert float(sigmas[0]) == 1
+    std = Process(sigmas, "flow_sde", 0.7)._stochastic["std"]
+    assert float(std.max()) < 20
+
+
+@pytest.mark.parametrize("num_steps", [4, 10])
+def test_pipeline_sigmas_of_wan_are_unipc_s(num_steps):
+    from diffusers import UniPCMultistepScheduler
+
+    scheduler = UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=3.0, prediction_type="flow_prediction")
+    scheduler.set_timesteps(num_steps)
+    ours = make_sigmas("pipeline", num_steps, scheduler_config=scheduler.config)
+    torch.testing.assert_close(ours.float(), scheduler.sigmas, atol=1e-5, rtol=0)
+
+
+def test_pipeline_sigmas_of_flux_are_the_points_that_its_pipeline_passes():
+    config = {"shift": 1.0, "use_dynamic_shifting": False, "passes_points": True}
+    assert make_sigmas("pipeline", 4, scheduler_config=config).tolist() == [1, 0.75, 0.5, 0.25, 0]
+
+
 @pytest.mark.parametrize("kind", ["exponential", "linear"])
 def test_dynamic_sigmas_are_diffusers_own(kind):
     from diffusers import FlowMatchEulerDiscreteScheduler
@@ -101,6 +124,10 @@ def test_dynamic_sigmas_are_diffusers_own(kind):
 def test_a_schedule_that_does_not_fall_and_a_step_without_noise_are_refused():
     with pytest.raises(ValueError, match="fall strictly"):
         Process([1.0, 0.5, 0.5, 0.0], "flow_sde")
+    with pytest.raises(ValueError, match="at most 1"):
+        Process([1.0000000000000002, 0.5, 0.0], "flow_sde")
+    with pytest.raises(ValueError, match=r"noise_level = 2.0: cps takes a level in \(0, 1\]"):
+        Process(make_sigmas("linear", 4), "cps", 2.0)
     with pytest.raises(ValueError, match="trained step 3 of 4 adds no noise under cps"):
         Process(make_sigmas("linear", 4), "cps", 0.8).check_trained((2, 3))
     with pytest.raises(ValueError, match="num_steps = 0"):
@@ -136,7 +163,17 @@ def test_the_noise_is_standard_normal_and_its_streams_differ():
     noise = KeyedNoise(3, (2000,)).initial([SampleKey(0, p, m) for p in range(10) for m in range(10)])
     assert abs(float(noise.mean())) < 0.01
     assert abs(float(noise.std()) - 1) < 0.01
-    assert generator(0, "a", 1).initial_seed() != generator(0, "b", 1).initial_seed()
+    draws = [torch.randn(4, generator=generator(*key)) for key in ((0, "a", 1), (0, "b", 1), (2**32, "a", 1))]
+    assert len({fingerprint(draw) for draw in draws}) == 3
+
+
+def test_no_two_of_many_draws_are_equal():
+    """torch's own 32-bit seeds would give equal noise about six times among these."""
+    noise = KeyedNoise(0, (4,))
+    keys = [SampleKey(i, p, m) for i in range(20) for p in range(48) for m in range(240)]
+    draws = torch.stack([torch.randn(4, generator=generator(0, "step_noise", *key)) for key in keys[::8]])
+    assert len(draws.unique(dim=0)) == len(draws)
+    assert torch.equal(draws[3], noise._draw("step_noise", *keys[24]))
 
 
 def test_a_fingerprint_names_exact_values():

@@ -1,5 +1,6 @@
 """The demo's reward and its judge, against the real digits and against what a cheating policy would draw."""
 
+import importlib
 import math
 
 import pytest
@@ -132,3 +133,11 @@ def test_the_judge_refuses_what_it_cannot_judge(pictures, prompts, told):
     with pytest.raises(ValueError, match="the judge `digits`") as raised:
         judge(pictures, prompts)
     assert told in str(raised.value)
+
+
+def test_loading_the_classifier_does_not_move_the_random_state():
+    digits_reward = importlib.import_module("stretto.rewards.digits")
+    digits_reward._classifier.cache_clear()
+    before = torch.get_rng_state()
+    digits_reward.digits(torch.zeros(1, 1, 8, 8), ["3"])
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,10 +1,12 @@
 """What a reward may return, and what it is told when it returns something else."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from stretto.rewards.scoring import RewardError, score
+from stretto.rewards.scoring import JudgeError, RewardError, judge, score
 
 MEDIA = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["4", "4", "7"]
@@ -177,3 +179,57 @@ def test_a_keyboard_interrupt_is_not_a_failed_reward():
 
 def test_a_reward_error_is_a_value_error():
     assert issubclass(RewardError, ValueError)
+
+
+def _exits(media, prompts):
+    raise SystemExit(3)
+
+
+async def _waits(media, prompts):
+    return [1.0] * len(prompts)
+
+
+def test_a_reward_that_exits_is_a_failed_reward():
+    with pytest.raises(RewardError, match="the function raised SystemExit: 3"):
+        score({"exits": _exits}, torch.zeros(2, 1, 2, 2), ["a", "b"], ["0", "1"])
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_async_reward_is_refused_with_the_way_out():
+    with pytest.raises(RewardError, match="it is async; write it with a plain def"):
+        score({"waits": _waits}, torch.zeros(1, 1, 2, 2), ["a"], ["0"])
+
+
+def test_an_integer_that_no_float_holds_names_its_sample():
+    with pytest.raises(RewardError, match="sample b: returned a number too large for a float"):
+        score({"huge": lambda media, prompts: [1, 10**5000]}, torch.zeros(2, 1, 2, 2), ["p", "p"], ["a", "b"])
+
+
+def test_a_judges_figures_come_back_as_floats_in_order():
+    returned = {"b": np.float32(0.5), "a": torch.tensor(2), "c": 1}
+    figures = judge("j", lambda media, prompts: returned, torch.zeros(1, 1, 2, 2), ["p"])
+    assert list(figures.items()) == [("b", 0.5), ("a", 2.0), ("c", 1.0)]
+    assert all(type(value) is float for value in figures.values())
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (0.5, "judge 'j': returned 0.5, float; it must return a dict"),
+        ({"a": 1.0, "b": math.nan}, "judge 'j', figure 'b': returned nan, not a finite number"),
+        ({"a": None}, "judge 'j', figure 'a': returned None, NoneType, not a number"),
+        ({"a": torch.zeros(2)}, "judge 'j', figure 'a': returned .*, not a number"),
+        ({"a": 10**5000}, "figure 'a': returned a number too large for a float"),
+        ({1: 0.5}, "returned a figure named 1; names are text"),
+    ],
+)
+def test_a_judge_that_returns_something_else_names_the_figure(returned, told):
+    with pytest.raises(JudgeError, match=told) as caught:
+        judge("j", lambda media, prompts: returned, torch.zeros(1, 1, 2, 2), ["p"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("function", "told"), [(_exits, "raised SystemExit: 3"), (_waits, "it is async")])
+def test_a_judge_that_fails_is_named(function, told):
+    with pytest.raises(JudgeError, match=f"judge 'j': the function.*{told}"):
+        judge("j", function, torch.zeros(1, 1, 2, 2), ["p"])

@@ -64,6 +64,24 @@ class Schedule(ABC):
         self.policy = policy
         self.parameters = list(policy.parameters.values())
         self.held_bytes = 0
+        self._collection = 0
+
+    def prepare(self, batch: Batch) -> None:
+        """Look at a batch before the first rollout; a schedule may try itself on it. Leaves `.grad` alone."""
+        return
+
+    def reset(self) -> None:
+        """Forget what was rolled out since the last update. Done by itself when a rollout or an update raises."""
+        self._collection += 1
+
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
+        """Reset where the code inside raises, so that no half of it is left for the next update."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     @abstractmethod
     def rollout(self, batch: Batch, score: Score) -> Trajectory:
@@ -94,6 +112,8 @@ class Schedule(ABC):
             )
         if trajectory.kept is None:
             raise StalePolicyError(f"{self.name}: this trajectory's gradient was used already, or never kept")
+        if trajectory.collection != self._collection:
+            raise StalePolicyError(f"{self.name}: this trajectory was given up by a reset; roll it out again")
 
 
 def make_gradient(

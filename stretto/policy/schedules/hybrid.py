@@ -26,6 +26,8 @@ class Hybrid(Reweight):
     name = "hybrid"
 
     def __init__(self, policy: Policy, retain_last: int = 1) -> None:
+        if retain_last < 0:
+            raise ValueError(f"retain_last = {retain_last}: the number of trained steps to retain, at least 0")
         super().__init__(policy)
         self.retain_last = retain_last
         self._graphs: list[Tensor] = []
@@ -47,8 +49,12 @@ class Hybrid(Reweight):
     def _is_retained(self, index: int, batch: Batch) -> bool:
         return index >= len(batch.trained_steps) - self.retain_last
 
-    def _rollout(self, batch: Batch, score: Score) -> Trajectory:
+    def reset(self) -> None:
+        """See `Schedule.reset`."""
+        super().reset()
         self._graphs = []
+
+    def _rollout(self, batch: Batch, score: Score) -> Trajectory:
         trajectory = super()._rollout(batch, score)
         trajectory.kept[0].graphs, self._graphs = self._graphs, []
         self._in_flight += len(trajectory.kept[0].graphs) * self._bytes_per_graph.get(len(batch.samples), 0)

@@ -56,7 +56,10 @@ class Native(Schedule):
                     for step in trajectory.steps:
                         replay(self.policy, step, trajectory.batch.condition, values, scale, stats)
                 return stats
-            for chunk in _packed(trajectories, advantages, self.replay_batch, bool(self.policy.objective.kl_beta)):
+            has_kl = bool(self.policy.objective.kl_beta)
+            for trajectory, values in zip(trajectories, advantages):
+                stats.skipped_backwards += 0 if has_kl else int((values == 0).sum()) * len(trajectory.steps)
+            for chunk in _packed(trajectories, advantages, self.replay_batch, has_kl):
                 replay(self.policy, *chunk, scale, stats)
         return stats
 

@@ -43,20 +43,30 @@ class Retain(Schedule):
 
     def rollout(self, batch: Batch, score: Score) -> Trajectory:
         """See `Schedule.rollout`."""
-        version, self._graphs = self.policy.version, []
-        latents, steps = self._roll(batch)
-        self.held_bytes = max(self.held_bytes, self._held)
-        return Trajectory(batch, latents, steps, score(batch, latents), version, kept=self._graphs)
+        version = self.policy.version
+        with self.resetting():
+            latents, steps = self._roll(batch)
+            graphs, self._graphs = self._graphs, []
+            self.held_bytes = max(self.held_bytes, self._held)
+            rewards = score(batch, latents)
+        return Trajectory(batch, latents, steps, rewards, version, graphs, self._collection)
+
+    def reset(self) -> None:
+        """See `Schedule.reset`."""
+        super().reset()
+        self._graphs, self._held = [], 0
 
     def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """See `Schedule.update`; each graph is freed as it is used."""
         stats = self.stats()
-        with self.policy.stopwatch.phase("update"):
-            for trajectory, values in zip(trajectories, advantages):
+        with self.resetting(), self.policy.stopwatch.phase("update"):
+            for trajectory in trajectories:
                 self.require_current(trajectory)
+            for trajectory, values in zip(trajectories, advantages):
                 graphs, trajectory.kept = trajectory.kept, None
                 if not bool(values.any()) and not self.policy.objective.kl_beta:
                     stats.skipped_backwards += len(values) * len(graphs)
+                    graphs.clear()
                     continue
                 for step in trajectory.steps:
                     velocity = graphs.pop(0)

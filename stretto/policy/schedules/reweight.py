@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from stretto.policy.loss import TrainedStep, step_loss
+from stretto.policy.noise import SampleKey
 from stretto.policy.per_sample import PerSampleGradients
 from stretto.policy.rollout import Batch, Policy, Score, Trajectory, roll
-from stretto.policy.schedules.base import HeldGradients, Schedule
+from stretto.policy.schedules.base import HeldGradients, Schedule, StalePolicyError
 from stretto.policy.schedules.stats import UpdateStats
 
 __all__ = ["Provisional", "Reweight"]
@@ -58,6 +59,7 @@ class Reweight(Schedule):
         self._single = HeldGradients(self.parameters)
         self._kl = HeldGradients(self.parameters)
         self._stats = self.stats()
+        self._keys: set[SampleKey] = set()
         self._in_flight = 0
         self._has_warned = False
 
@@ -77,36 +79,54 @@ class Reweight(Schedule):
         self._stats.add_loss(loss)
         hook = velocity.register_hook(lambda g: setattr(step, "cotangent", g.flatten(1).norm(dim=1)))
         with policy.stopwatch.phase("backward"):
-            into = self._single.receiving() if len(velocity) == 1 else self.per_sample.collecting()
-            with into:
-                loss.policy.sum().backward(retain_graph=loss.kl is not None)
+            self._backpropagate(loss.policy.sum(), len(velocity), retain_graph=loss.kl is not None)
             hook.remove()
             if loss.kl is not None:
                 with self._kl.receiving():
                     loss.kl.sum().backward()
 
+    def prepare(self, batch: Batch) -> None:
+        """Try a batch's gradients against those of its first and last row alone; where they differ, run one by one.
+
+        Catches what no look at the layers can: rows of a trained layer that are not samples in order.
+        """
+        if len(batch.samples) > 1 and self.is_batched:
+            with self.resetting():
+                self.per_sample.uncovered = self._mixed_up(batch)
+
     def rollout(self, batch: Batch, score: Score) -> Trajectory:
         """See `Schedule.rollout`; runs samples one by one where their gradients cannot be told apart."""
-        if len(batch.samples) == 1 or self.is_batched:
-            trajectory = self._rollout(batch, score)
-        else:
+        with self.resetting():
+            if len(batch.samples) == 1 or self.is_batched:
+                return self._rollout(batch, score)
             self._say_one_by_one()
-            parts = [self._rollout(batch.row(i), score) for i in range(len(batch.samples))]
-            trajectory = _joined(batch, parts)
-        return trajectory
+            return _joined(batch, [self._rollout(batch.row(i), score) for i in range(len(batch.samples))])
 
     def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """See `Schedule.update`; one weighted sum of the held gradients."""
-        with self.policy.stopwatch.phase("update"):
+        with self.resetting(), self.policy.stopwatch.phase("update"):
+            self._require_all(trajectories)
             for trajectory, values in zip(trajectories, advantages):
-                self.require_current(trajectory)
                 kept, trajectory.kept = trajectory.kept, None
                 for part in kept:
                     self._credit(trajectory, part, values[part.rows], scale)
                 self._charge(trajectory, values, scale)
             return self._settle(scale)
 
+    def reset(self) -> None:
+        """See `Schedule.reset`."""
+        super().reset()
+        self._single.take()
+        self._kl.take()
+        self.per_sample.take(self.parameters)
+        self._keys.clear()
+        self._stats, self._in_flight = self.stats(), 0
+
     def _rollout(self, batch: Batch, score: Score) -> Trajectory:
+        for key in batch.samples:
+            if key in self._keys:
+                raise ValueError(f"{self.name}: {key} was rolled out already; update or reset before it is again")
+        self._keys.update(batch.samples)
         version = self.policy.version
         latents, steps = roll(self.policy, batch, self)
         is_single = len(batch.samples) == 1
@@ -114,7 +134,63 @@ class Reweight(Schedule):
         provisional = Provisional(gradients, slice(0, len(batch.samples)))
         self._in_flight += provisional.num_bytes
         self.held_bytes = max(self.held_bytes, self._in_flight)
-        return Trajectory(batch, latents, steps, score(batch, latents), version, kept=[provisional])
+        return Trajectory(
+            batch, latents, steps, score(batch, latents), version, kept=[provisional], collection=self._collection
+        )
+
+    def _backpropagate(self, loss: Tensor, num_rows: int, *, retain_graph: bool = False) -> None:
+        """A backward into the gradients of one sample, or of each sample of a batch; `.grad` is left alone."""
+        if num_rows == 1:
+            with self._single.receiving():
+                loss.backward(retain_graph=retain_graph)
+            return
+        with self.per_sample.collecting(), self._single.receiving():
+            loss.backward(retain_graph=retain_graph)
+        leaked = [name for name, g in zip(self.policy.parameters, self._single.take()) if g is not None]
+        if leaked:
+            raise ValueError(
+                f"{leaked[0]} is used in other ways than by its own layer ({len(leaked)} such parameters), so its "
+                "gradient cannot be told apart by sample; set sampling.samples_per_forward = 1"
+            )
+
+    def _mixed_up(self, batch: Batch) -> list[str]:
+        """Names of the parameters whose gradient of the first or last row differs from that of the row alone."""
+        policy, last = self.policy, len(batch.samples) - 1
+        is_exact = policy.autocast is None and all(p.dtype.itemsize >= 4 for p in policy.module.parameters())
+        together = self._probe(batch)
+        names: list[str] = []
+        for row in (0, last):
+            alone = self._probe(batch.row(row))
+            for name, batched, single in zip(policy.parameters, together, alone):
+                if batched is None or single is None:
+                    differs = batched is not single
+                else:
+                    difference, size = (batched[row] - single[0]).norm(), single.norm()
+                    differs = bool(difference > (1e-3 if is_exact else 0.2) * size + 1e-12)
+                if differs:
+                    names.append(name)
+        return list(dict.fromkeys(names))
+
+    def _probe(self, batch: Batch) -> list[Tensor | None]:
+        """Gradients (b, *shape) of a made-up loss of the velocity at the first trained step."""
+        steps = torch.full((len(batch.samples),), batch.trained_steps[0])
+        latents = self.policy.noise.initial(batch.samples).to(self.policy.device)
+        with self.during(0, batch):
+            velocity = self.policy.forward(latents, steps, batch.condition)
+            self._backpropagate((velocity * latents).sum(), len(batch.samples))
+        is_single = len(batch.samples) == 1
+        return as_row(self._single.take()) if is_single else self.per_sample.take(self.parameters)
+
+    def _require_all(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raise, before `.grad` is touched, unless these are all the current trajectories since the last update."""
+        for trajectory in trajectories:
+            self.require_current(trajectory)
+        given = sum(len(trajectory.batch.samples) for trajectory in trajectories)
+        if given != len(self._keys):
+            raise StalePolicyError(
+                f"{self.name}: {len(self._keys)} samples were rolled out since the last update, {given} are given; "
+                "give all, or reset and roll out again"
+            )
 
     def _credit(self, trajectory: Trajectory, part: Provisional, values: Tensor, scale: float) -> None:
         """Give one forward's rows their advantages (b,)."""
@@ -126,13 +202,14 @@ class Reweight(Schedule):
         for step in trajectory.steps:
             if step.cotangent is not None:
                 self._stats.add_cotangent(step, step.cotangent * weights.to(step.cotangent))
-        self._stats.wasted_backwards += int((values == 0).sum()) * len(trajectory.steps)
+        num_reweighted = sum(step.cotangent is not None for step in trajectory.steps)
+        self._stats.wasted_backwards += int((values == 0).sum()) * num_reweighted
 
     def _settle(self, scale: float) -> UpdateStats:
         """Add the KL's gradient, unscaled by any advantage, and start again."""
         add_weighted(self.parameters, as_row(self._kl.take()), scalar(self.policy.objective.kl_beta * scale))
-        self._in_flight = 0
-        stats, self._stats = self._stats, self.stats()
+        stats = self._stats
+        self.reset()
         return stats
 
     def _say_one_by_one(self) -> None:
@@ -173,7 +250,7 @@ def _joined(batch: Batch, parts: list[Trajectory]) -> Trajectory:
             provisional.rows = slice(i, i + 1)
     kept = [provisional for part in parts for provisional in part.kept]
     latents, rewards = torch.cat([p.latents for p in parts]), torch.cat([p.rewards for p in parts])
-    return Trajectory(batch, latents, steps, rewards, parts[0].policy_version, kept=kept)
+    return Trajectory(batch, latents, steps, rewards, parts[0].policy_version, kept, parts[0].collection)
 
 
 def as_row(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -38,6 +38,11 @@ class _Group:
         self.zeroth: GradientSum = [None] * self.num_parameters
         self.first: list[GradientSum] = [[None] * self.num_parameters for _ in range(self.num_channels)]
 
+    @property
+    def sums(self) -> list[list[GradientSum]]:
+        """All of its sums."""
+        return [[self.zeroth], self.first]
+
 
 class TwoSum(Reweight):
     """Reweight whose memory does not grow with the number of samples.
@@ -61,16 +66,16 @@ class TwoSum(Reweight):
 
     def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """See `Schedule.update`; every prompt group must be complete."""
-        with self.policy.stopwatch.phase("update"):
+        with self.resetting(), self.policy.stopwatch.phase("update"):
+            self._require_all(trajectories)
+            if self._groups:
+                raise ValueError(f"two_sum: prompt group {next(iter(self._groups))} is incomplete; roll it out whole")
             for trajectory, values in zip(trajectories, advantages):
-                self.require_current(trajectory)
                 trajectory.kept = None
                 self._charge(trajectory, values, scale)
-            assert not self._groups, f"prompt groups {list(self._groups)} are incomplete"
             affine, per_channel = self._affine(trajectories)
             for total, weight in zip(self._totals, per_channel.tolist()):
                 add_weighted(self.parameters, as_row(total), scalar(weight * scale))
-                total[:] = [None] * len(total)
             self._mend(trajectories, advantages, affine, scale)
             return self._settle(scale)
 
@@ -79,8 +84,15 @@ class TwoSum(Reweight):
         (provisional,), trajectory.kept = trajectory.kept, []
         with self.policy.stopwatch.phase("update"):
             self._fold(batch, provisional.gradients, self.rule.channels(trajectory.rewards))
-        self._in_flight = 0
+        self._in_flight = _num_bytes(self._totals, *(sums for g in self._groups.values() for sums in g.sums))
         return trajectory
+
+    def reset(self) -> None:
+        """See `Schedule.reset`."""
+        super().reset()
+        self._groups.clear()
+        for total in self._totals:
+            total[:] = [None] * len(total)
 
     def _fold(self, batch: Batch, gradients: Sequence[Tensor | None], channels: Tensor) -> None:
         """Add the rows' gradients to the sums of their groups; `channels` is (B, J) float64."""
@@ -130,11 +142,10 @@ class TwoSum(Reweight):
         for group, values in zip(rows.values(), advantages.affine):
             for (t, i), value in zip(group, values):
                 affine[t][i] = value
-        factors = (
-            advantages.coefficient.amax(dim=0)
-            if self.rule.std == "global"
-            else torch.ones(len(self._totals), dtype=torch.float64)
-        )
+        factors = torch.ones(len(self._totals), dtype=torch.float64)
+        if self.rule.std == "global":
+            largest = advantages.coefficient.abs().argmax(dim=0, keepdim=True)  # groups without spread have 0
+            factors = advantages.coefficient.gather(0, largest)[0]
         return affine, factors
 
     def _mend(
@@ -164,3 +175,7 @@ def fold(into: GradientSum, gradients: Sequence[Tensor | None], weights: Tensor)
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         total = torch.tensordot(weights.to(wide), wide, dims=1)
         into[i] = total if (held := into[i]) is None else held.add_(total)
+
+
+def _num_bytes(*sums: list[GradientSum]) -> int:
+    return sum(g.numel() * g.element_size() for group in sums for total in group for g in total if g is not None)
