@@ -117,6 +117,17 @@ def refuse_on_one(bad: int) -> Ends:
         return kind, text, ""
 
 
+def fail_and_stay(bad: int) -> tuple[str, float]:
+    """Rank `bad` disagrees; nobody leaves the group until long after."""
+    with own_group() as group:
+        dist.barrier(group=group)
+        start = time.monotonic()
+        kind, _ = ends(lambda: square(group, num_subslices=2 if dist.get_rank() == bad else 1))
+        seconds = time.monotonic() - start
+        time.sleep(8)
+        return kind, seconds
+
+
 def never_come(bad: int) -> Ends:
     with own_group(timeout_s=5) as group:
         if dist.get_rank() == bad:

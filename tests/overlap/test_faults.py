@@ -82,6 +82,13 @@ def test_a_refusal_on_one_rank_is_the_first_cause_for_those_who_waited(ranks: Ra
         assert text.startswith("rank 1 of 3, all_gather_matmul, call 0: weight of shape (2, 7)")
 
 
+def test_a_fault_reaches_ranks_that_did_not_meet_it_at_once(ranks: Ranks) -> None:
+    """Rank 0 waits for rank 1, which met the fault, hung up and stays: neither its exit nor the timeout ends that."""
+    for kind, seconds in ranks.run(3, fault_cases.fail_and_stay, 1):
+        assert kind == "PeerError"
+        assert seconds < 6
+
+
 def test_a_rank_that_never_comes_ends_the_call_at_the_timeout_of_the_group(ranks: Ranks) -> None:
     kind, text, seconds = ranks.run(2, fault_cases.never_come, 1)[0]
     assert kind == "PeerError"
