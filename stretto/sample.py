@@ -126,8 +126,7 @@ def _checkpoint(folder: Path, which: str | None) -> checkpoint.Loaded:
     there = {path.name: path for path in checkpoint.newest(folder)}
     path = checkpoint.best(folder) if which == "best" else there.get(f"iteration-{int(which):08d}")
     if path is None:
-        lacking = "was the best of an evaluation; take newest or a number: " if which == "best" else ""
-        none = "none there " + lacking if lacking else ""
+        none = "none was the best of an evaluation; " if which == "best" else ""
         raise ValueError(f"--checkpoint {which}: {none}{folder} has {', '.join(there) or 'no checkpoint'}")
     return checkpoint.load(path)
 
@@ -199,7 +198,7 @@ def _folder(wanted: Path, record: dict[str, Any], *, may_number: bool) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomic(folder / _RECORD, json.dumps(record, indent=1) + "\n")
             return folder
-    raise ValueError(f"--out {wanted}: it holds the pictures of another call (see its {_RECORD}); name another folder")
+    raise ValueError(f"--out {wanted}: it holds another call's pictures (see {_RECORD}); name another folder")
 
 
 def _is_free(folder: Path, record: dict[str, Any]) -> bool:

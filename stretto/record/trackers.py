@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+from stretto.record.atomic import naming
 from stretto.record.metrics import Metrics
 
 __all__ = ["Bar", "Lines", "TensorBoard", "Trackers", "Writer", "open_trackers"]
@@ -48,7 +49,8 @@ class Lines:
         """See `Screen`."""
         stream = self.stream or sys.stdout
         if stream is not None:
-            print(text, file=stream, flush=True)
+            with naming(Path("stdout")):
+                print(text, file=stream, flush=True)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -92,6 +92,14 @@ def test_off_a_terminal_there_is_a_plain_line_an_iteration(tmp_path, capsys):
     assert iterations_in(tmp_path / "metrics.jsonl") == [6]
 
 
+def test_where_stdout_is_closed_the_file_is_written_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    with open_trackers(tmp_path, iterations=1, shown=["reward"]) as trackers:
+        trackers.say("nobody hears")
+        trackers.write({"iteration": 0, "reward": 0.25})
+    assert iterations_in(tmp_path / "metrics.jsonl") == [0]
+
+
 def test_on_a_terminal_there_is_a_bar_that_goes_on_where_the_run_does():
     class Terminal(io.StringIO):
         def isatty(self):
