@@ -25,6 +25,7 @@ from stretto.recipe import load_recipe
 from stretto.record import checkpoint
 from stretto.record.atomic import write_atomic
 from stretto.record.media import save_grid, save_media
+from stretto.record.trackers import say
 
 __all__ = ["Weights", "sample"]
 
@@ -84,7 +85,7 @@ def sample(
         for number, picture in enumerate(rows[-1]):
             save_media(picture, folder / f"{place:03d}-{number:03d}")
     save_grid(torch.cat(rows), folder / "grid", columns=count, captions=texts)
-    print(f"{len(texts) * count} pictures with the {_described(chosen)} in {folder}")
+    say(f"{len(texts) * count} pictures with the {_described(chosen)} in {folder}")
     return folder
 
 
@@ -119,7 +120,7 @@ def _checkpoint(folder: Path, which: str | None) -> checkpoint.Loaded:
         if loaded is None:
             raise ValueError(f"{folder} holds no checkpoint yet; take --weights base")
         for note in loaded.notes:
-            print(note)
+            say(note)
         return loaded
     if which != "best" and not (which.isascii() and which.isdecimal()):
         raise ValueError(f"--checkpoint {which}: take newest, best or the number of an iteration")
