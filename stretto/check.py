@@ -23,6 +23,7 @@ from stretto.policy import AdvantageRule, Batch, Policy, SampleKey, Schedule
 from stretto.record.atomic import write_atomic
 from stretto.record.environment import environment
 from stretto.record.memory import peak_bytes
+from stretto.record.trackers import say
 from stretto.rewards.scoring import score
 
 __all__ = ["Row", "check", "compare"]
@@ -63,8 +64,8 @@ def check(config: Config, json_file: Path | None = None) -> None:
 
     rows = compare(config, run.policy, run.rule, batches, judged)
     samples = sum(len(batch.samples) for batch in batches)
-    print(f"{samples} samples, {config.sampling.steps} steps, {len(batches[0].trained_steps)} trained")
-    print(table(rows))
+    say(f"{samples} samples, {config.sampling.steps} steps, {len(batches[0].trained_steps)} trained")
+    say(table(rows))
     if json_file is not None:
         report = {"machine": environment(), "samples": samples, "rows": [_plain(row) for row in rows]}
         write_atomic(json_file, json.dumps(report, indent=1, allow_nan=False) + "\n")
@@ -133,7 +134,7 @@ def _rewards(
     rewards = torch.cat([native.rollout(batch, judged).rewards for batch in batches])
     num_samples = config.prompts.samples
     if bool(rule(rewards.view(-1, num_samples, rewards.shape[1])).zero_spread.all()):
-        print("the rewards of this wave have no spread; comparing with made-up ones")
+        say("the rewards of this wave have no spread; comparing with made-up ones")
         rewards = (torch.arange(len(rewards)) % num_samples).double().unsqueeze(1).expand_as(rewards)
     return dict(zip([key for batch in batches for key in batch.samples], rewards))
 

@@ -14,9 +14,10 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from stretto import __version__
+from stretto.record.atomic import naming
 
 if TYPE_CHECKING:
     from stretto.config import Config
@@ -38,13 +39,18 @@ def main(words: Sequence[str] | None = None) -> int:
         with _notes_in_one_line():
             try:
                 _run(list(sys.argv[1:] if words is None else words))
-            except SystemExit:
-                sys.stdout.flush()
+            except SystemExit:  # --help and --version
+                _flush()
                 raise
-            sys.stdout.flush()
+            _flush()
     except (KeyboardInterrupt, ValueError, OSError, ImportError) as error:
         return _exit_code(error)
     return 0
+
+
+def _flush() -> None:
+    with naming(Path("stdout")):
+        sys.stdout.flush()
 
 
 def _open_closed_streams() -> None:
@@ -67,13 +73,13 @@ def _notes_in_one_line() -> Iterator[None]:
     """Inside, a UserWarning of ours is a line on stderr without a path; others stay as Python shows them."""
     former, home = warnings.showwarning, str(Path(__file__).parent)
 
-    def show(message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
         if issubclass(category, UserWarning) and os.path.abspath(filename).startswith(home + os.sep):
             _tell(f"stretto: note: {' '.join(str(message).split())}")
         else:
             former(message, category, filename, lineno, *rest)
 
-    warnings.showwarning = show
+    warnings.showwarning = cast(Any, show)
     try:
         yield
     finally:
@@ -164,7 +170,8 @@ def _env(arguments: argparse.Namespace) -> None:
     from stretto.record.environment import as_json, as_text, environment
 
     report = environment()
-    print(as_json(report) if arguments.json else as_text(report), end="")
+    with naming(Path("stdout")):
+        print(as_json(report) if arguments.json else as_text(report), end="")
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -241,7 +248,7 @@ def _exit_code(error: BaseException) -> int:
     """Say what went wrong and return the exit code for it; raise what is not the user's."""
     if os.environ.get("STRETTO_TRACEBACK"):
         traceback.print_exception(error)
-    stdout_failed = _stdout_fails()
+    _give_up_failing_stdout()
     if isinstance(error, BrokenPipeError):  # the reader of our output has gone (`stretto env | head -1`)
         return 128 + signal.SIGPIPE
     if isinstance(error, KeyboardInterrupt):
@@ -251,8 +258,7 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, ImportError):
         text = _missing_extra(error)
     elif isinstance(error, OSError):
-        place = error.filename if error.filename is not None else "stdout" if stdout_failed else None
-        where = f"{place}: " if place is not None else ""
+        where = f"{error.filename}: " if error.filename is not None else ""
         text = f"{where}{error.strerror or error}"
     else:
         text = str(error)
@@ -266,14 +272,12 @@ def _tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _stdout_fails() -> bool:
-    """Whether stdout takes no more (full, or its reader gone); it then loses the rest, or Python would fail again."""
+def _give_up_failing_stdout() -> None:
+    """Where stdout takes no more (full, or its reader gone) it loses the rest, or Python would fail on it again."""
     try:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
 
 
 _TRAIN_EXTRA = {"PIL", "accelerate", "diffusers", "ftfy", "peft", "safetensors", "sklearn", "tqdm", "transformers"}

@@ -60,7 +60,7 @@ _BOUNDS = {
     "run.folder": _Bound(lambda folder: folder.strip() != "", "name the folder that the run is to be kept in"),
     "run.seed": _Bound(lambda seed: 0 <= seed < 2**63, "take a seed in 0..2**63 - 1"),
     "run.iterations": _at_least(1),
-    "run.device": _Bound(lambda device: bool(_DEVICE.fullmatch(device)), "take auto, cpu, cuda or cuda:N, N in 0..99"),
+    "run.device": _Bound(lambda device: bool(_DEVICE.fullmatch(device)), "take auto, cpu, cuda or cuda:N (N to 99)"),
     "run.threads": _between(0, 1024, "0 leaves torch's own choice"),
     "model.height": _at_least(1),
     "model.width": _at_least(1),

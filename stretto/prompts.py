@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Prompts", "read_prompts"]
+__all__ = ["Prompts", "looked_for", "read_prompts"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def read_prompts(path: Path) -> Prompts:
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f'prompts.file = "{path}": there is no such file (looked for {path.absolute()})') from None
+        raise ValueError(f'prompts.file = "{path}": there is no such file{looked_for(path)}') from None
     except IsADirectoryError:
         raise ValueError(f'prompts.file = "{path}" is a folder: name a text file with one prompt a line') from None
     except UnicodeDecodeError as error:
@@ -41,6 +41,11 @@ def read_prompts(path: Path) -> Prompts:
     if path.suffix != ".jsonl":
         return Prompts([line for _, line in numbered])
     return _from_json_lines(path, numbered)
+
+
+def looked_for(path: Path) -> str:
+    """Of a relative path, which is of the current directory, where it led: " (looked for /...)"."""
+    return "" if path.is_absolute() else f" (looked for {path.absolute()})"
 
 
 def _from_json_lines(path: Path, numbered: list[tuple[int, str]]) -> Prompts:

@@ -21,6 +21,7 @@ import tyro
 from stretto import strict
 from stretto.config import Config
 from stretto.faults import Fault, value_faults
+from stretto.prompts import looked_for
 
 __all__ = ["RecipeError", "dump_recipe", "load_recipe", "settings_help", "validate"]
 
@@ -75,7 +76,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):
-        fault = f"there is no such file; give the path of a recipe in TOML (looked for {path.absolute()})"
+        fault = f"there is no such file{looked_for(path)}; give the path of a recipe in TOML"
     except IsADirectoryError:
         fault = "is a folder; give the path of a recipe in TOML"
     except UnicodeDecodeError as error:

@@ -25,6 +25,7 @@ from stretto.recipe import load_recipe
 from stretto.record import checkpoint
 from stretto.record.atomic import write_atomic
 from stretto.record.media import save_grid, save_media
+from stretto.record.trackers import say
 
 __all__ = ["Weights", "sample"]
 
@@ -84,7 +85,7 @@ def sample(
         for number, picture in enumerate(rows[-1]):
             save_media(picture, folder / f"{place:03d}-{number:03d}")
     save_grid(torch.cat(rows), folder / "grid", columns=count, captions=texts)
-    print(f"{len(texts) * count} pictures with the {_described(chosen)} in {folder}")
+    say(f"{len(texts) * count} pictures with the {_described(chosen)} in {folder}")
     return folder
 
 
@@ -119,15 +120,14 @@ def _checkpoint(folder: Path, which: str | None) -> checkpoint.Loaded:
         if loaded is None:
             raise ValueError(f"{folder} holds no checkpoint yet; take --weights base")
         for note in loaded.notes:
-            print(note)
+            say(note)
         return loaded
     if which != "best" and not (which.isascii() and which.isdecimal()):
         raise ValueError(f"--checkpoint {which}: take newest, best or the number of an iteration")
     there = {path.name: path for path in checkpoint.newest(folder)}
     path = checkpoint.best(folder) if which == "best" else there.get(f"iteration-{int(which):08d}")
     if path is None:
-        lacking = "was the best of an evaluation; take newest or a number: " if which == "best" else ""
-        none = "none there " + lacking if lacking else ""
+        none = "none was the best of an evaluation; " if which == "best" else ""
         raise ValueError(f"--checkpoint {which}: {none}{folder} has {', '.join(there) or 'no checkpoint'}")
     return checkpoint.load(path)
 
@@ -199,7 +199,7 @@ def _folder(wanted: Path, record: dict[str, Any], *, may_number: bool) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomic(folder / _RECORD, json.dumps(record, indent=1) + "\n")
             return folder
-    raise ValueError(f"--out {wanted}: it holds the pictures of another call (see its {_RECORD}); name another folder")
+    raise ValueError(f"--out {wanted}: it holds another call's pictures (see {_RECORD}); name another folder")
 
 
 def _is_free(folder: Path, record: dict[str, Any]) -> bool:

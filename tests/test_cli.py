@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 from pathlib import Path
 
 import pytest
 
+import stretto
 from stretto.cli import main
 from stretto.record.signals import Interrupted
 from stretto.record.trackers import Trackers
@@ -160,16 +162,33 @@ def test_overrides_and_resume_reach_the_loop(recipe, trained):
             'stretto: error: peft is not installed: pip install "stretto[train]"',
             2,
         ),
-        (KeyboardInterrupt(), "stretto: stopped by SIGINT; a run goes on with --resume auto", 130),
-        (Interrupted(signal.SIGINT), "stretto: stopped by SIGINT; a run goes on with --resume auto", 130),
-        (Interrupted(signal.SIGTERM), "stretto: stopped by SIGTERM; a run goes on with --resume auto", 143),
     ],
-    ids=["value", "full disk", "missing extra", "Ctrl-C", "SIGINT", "SIGTERM"],
+    ids=["value", "full disk", "missing extra"],
 )
 def test_what_the_user_can_mend_is_one_line_and_a_code(recipe, trained, capsys, error, told, code):
     trained(error)
     assert main(["train", recipe]) == code
     assert capsys.readouterr().err.strip() == told
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "code"),
+    [
+        (KeyboardInterrupt, "SIGINT", 130),
+        (lambda: Interrupted(signal.SIGINT), "SIGINT", 130),
+        (lambda: Interrupted(signal.SIGTERM), "SIGTERM", 143),
+    ],
+    ids=["Ctrl-C", "SIGINT", "SIGTERM"],
+)
+def test_a_stopped_run_is_told_to_go_on_where_there_is_a_checkpoint(recipe, trained, capsys, error, name, code):
+    trained(error())
+    assert main(["train", recipe]) == code
+    none_yet = "there is no checkpoint yet, so the run begins anew with --resume auto"
+    assert capsys.readouterr().err == f"stretto: stopped by {name}; {none_yet}\n"
+    Path("run/checkpoints/iteration-00000020").mkdir(parents=True)
+    trained(error())
+    assert main(["train", recipe]) == code
+    assert capsys.readouterr().err == f"stretto: stopped by {name}; a run goes on with --resume auto\n"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +218,7 @@ def test_a_traceback_is_shown_on_request(recipe, trained, capsys, monkeypatch):
         (["train", "--sampling.steps", "4", "recipe.toml"], "the following arguments are required: RECIPE.toml"),
         (["train", "recipe.toml", "--resume", "yes"], "argument --resume: invalid choice: 'yes'"),
         (["train", "recipe.toml", "--restart"], "unrecognized arguments: --restart"),
-        (["train", "none.toml"], "none.toml: there is no such file; give the path of a recipe in TOML"),
+        (["train", "none.toml"], "none.toml: there is no such file (looked for /"),
         (["env", "--run.seed", "1"], "--run.seed: stretto env takes no settings"),
         (["sample", "none"], "none: there is no such run folder or recipe"),
         (["sample", "recipe.toml", "--samples", "0"], "argument --samples: 0 is not a count of at least 1"),
@@ -209,6 +228,52 @@ def test_a_traceback_is_shown_on_request(recipe, trained, capsys, monkeypatch):
 def test_a_wrong_command_line_is_one_line_and_code_2(recipe, capsys, words, told):
     assert main(words) == 2
     assert capsys.readouterr().err.startswith(f"stretto: error: {told}")
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"stretto {stretto.__version__}\n"
+
+
+def test_a_warning_of_ours_is_one_line_and_those_of_others_keep_their_place(recipe, trained, capsys):
+    def warn(config):
+        warnings.warn_explicit("ours\nin two lines", UserWarning, stretto.__file__, 3)
+        warnings.warn_explicit("theirs", UserWarning, "their_rewards.py", 3)
+
+    trained(warn)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        former = warnings.showwarning
+        assert main(["train", recipe]) == 0
+        assert warnings.showwarning is former
+    assert [str(warning.message) for warning in shown] == ["theirs"]
+    assert capsys.readouterr().err == "stretto: note: ours in two lines\n"
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("none/check.json", "there is no folder none; make it or name another"),
+        (".", "is a folder; name a file in it"),
+    ],
+)
+def test_a_json_target_that_cannot_be_written_is_told_before_the_work(recipe, capsys, monkeypatch, target, told):
+    monkeypatch.setitem(sys.modules, "stretto.check", None)
+    assert main(["check", recipe, "--json", target]) == 2
+    assert capsys.readouterr().err == f"stretto: error: --json {target}: {told}\n"
+
+
+def test_a_closed_stdout_or_stderr_is_no_error(recipe):
+    command = f"{sys.executable} -m stretto"
+    ended = run("sh", "-c", f"{command} train --help >&-; echo $?; {command} train none.toml >&- 2>&-; echo $?")
+    assert (ended.stdout, ended.stderr) == ("0\n2\n", "")
+
+
+def test_a_full_stdout_is_named():
+    ended = run("sh", "-c", f"{sys.executable} -m stretto env --json > /dev/full")
+    assert (ended.returncode, ended.stderr) == (2, "stretto: error: stdout: No space left on device\n")
 
 
 def test_env_prints_text_and_json(capsys):

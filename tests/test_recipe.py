@@ -249,6 +249,14 @@ FAULTS = [
     ({"model": {"frames": 5}}, "model.frames = 5: digits makes single images"),
     ({"tuning": {"method": "full", "start_from": "lora"}}, 'tuning.start_from = "lora": it is a LoRA to start from'),
     ({"run": {"device": "gpu"}}, 'run.device = "gpu": take auto, cpu, cuda or cuda:N'),
+    ({"run": {"device": "cuda:100"}}, 'run.device = "cuda:100": take auto, cpu, cuda or cuda:N (N to 99)'),
+    ({"run": {"threads": 1025}}, "run.threads = 1025: take 0 to 1024 (0 leaves torch's own choice)"),
+    ({"tuning": {"rank": 65537}}, "tuning.rank = 65537: take 1 to 65536"),
+    ({"tuning": {"alpha": 2**62}}, f"tuning.alpha = {2**62}: take 1 to 65536"),
+    (
+        {"evaluation": {"patience": 2, "every": 0}},
+        "evaluation.patience = 2: it counts evaluations, and evaluation.every = 0 makes none",
+    ),
     ({"run": {"seed": -1}}, "run.seed = -1: take a seed in 0..2**63 - 1"),
     ({"ema": {"decay": 1.0}}, "ema.decay = 1.0: take a decay in [0, 1)"),
     ({"evaluation": {"prompts": ["0", " "]}}, "evaluation.prompts = ['0', ' ']: a prompt may not be blank"),
@@ -327,3 +335,22 @@ def test_every_bad_line_of_a_prompt_file_is_named(tmp_path):
     assert 'line 3: an object with "prompt" is wanted' in message
     assert 'line 4: "prompt" is 3; text is wanted' in message
     assert "line 5: its keys differ from the first line's in: x" in message
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt_or_a_recipe(tmp_path):
+    (tmp_path / "prompts.txt").write_text("a cat\n", encoding="utf-8-sig")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
+    (tmp_path / "recipe.toml").write_text("[run]\nseed = 3\n" + REWARDS, encoding="utf-8-sig")
+    assert read_prompts(tmp_path / "prompts.txt").texts == ["a cat"]
+    assert read_prompts(tmp_path / "prompts.jsonl").texts == ["a"]
+    assert load_recipe(tmp_path / "recipe.toml", []).run.seed == 3
+
+
+def test_a_prompt_file_that_is_a_folder_or_not_there_names_the_key_and_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r'prompts\.file = "\." is a folder: name a text file'):
+        read_prompts(Path("."))
+    with pytest.raises(ValueError, match=rf'prompts\.file = "p\.txt": .* \(looked for {tmp_path}/p\.txt\)'):
+        read_prompts(Path("p.txt"))
+    with pytest.raises(RecipeError, match=rf"there is no such file \(looked for {tmp_path}/none\.toml\)"):
+        load_recipe(Path("none.toml"), [])

@@ -96,3 +96,61 @@ def test_a_recipe_that_was_changed_since_is_not_sampled_as_another_model(run, tm
     (tmp_path / "config.toml").write_text(text.replace("rank = 4", "rank = 8"))
     with pytest.raises(ValueError, match=r"another model than config\.toml: .* has shape \(4, .*\) there and \(8, "):
         sample(tmp_path)
+
+
+def test_a_default_folder_never_holds_the_pictures_of_two_calls(run):
+    first = sample(run, weights="live")
+    assert sample(run, weights="live", prompts=["7"]).name == f"{first.name}-2"
+    assert sample(run, weights="live", seed=9).name == f"{first.name}-3"
+    assert sample(run, weights="live") == first
+    assert len(list((run / "samples" / f"{first.name}-2").glob("0*.png"))) == 2
+    assert json.loads((first / "samples.json").read_text())["prompts"] == ["3", "8"]
+
+
+def test_a_named_folder_with_another_calls_pictures_is_refused(run, tmp_path):
+    sample(run, prompts=["7"], out=tmp_path)
+    with pytest.raises(ValueError, match="it holds another call's pictures"):
+        sample(run, prompts=["8"], out=tmp_path)
+    sample(run, prompts=["7"], out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"which": "3", "weights": "base"}, "--checkpoint 3: the base model has no checkpoints; leave out one of"),
+        ({"which": "foo"}, "--checkpoint foo: take newest, best or the number of an iteration"),
+        ({"which": "-3"}, "--checkpoint -3: take newest, best or the number"),
+        ({"seed": -1}, r"--seed -1: take a seed in 0\.\.2\*\*63 - 1"),
+        ({"seed": 2**63}, "take a seed in"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_met_are_told(run, options, told):
+    with pytest.raises(ValueError, match=told):
+        sample(run, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"which": "best"}, "--checkpoint best"), ({"weights": "ema"}, "--weights ema")],
+    ids=["best", "ema"],
+)
+def test_a_recipe_without_a_run_has_no_weights_but_the_base(run, tmp_path, options, told):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text((run.parent / "recipe.toml").read_text().replace(str(run), str(tmp_path / "other")))
+    with pytest.raises(ValueError, match=f"{told}: .*other, the run of .*, holds no checkpoint yet"):
+        sample(recipe, **options)
+
+
+@pytest.mark.parametrize("inner", ["", "deep/er"])
+def test_an_out_that_is_a_file_is_refused_before_the_work(run, tmp_path, inner):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--out .*: .*file is a file; name a folder"):
+        sample(run, out=tmp_path / "file" / inner)
+
+
+def test_without_an_evaluation_there_is_no_best(run, tmp_path):
+    (tmp_path / "config.toml").write_text((run / "config.toml").read_text())
+    (tmp_path / "checkpoints" / "iteration-00000001").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"--checkpoint best: none was the best of an evaluation; .* has iter"):
+        sample(tmp_path, which="best")

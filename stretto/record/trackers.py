@@ -11,9 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+from stretto.record.atomic import naming
 from stretto.record.metrics import Metrics
 
-__all__ = ["Bar", "Lines", "TensorBoard", "Trackers", "Writer", "open_trackers"]
+__all__ = ["Bar", "Lines", "TensorBoard", "Trackers", "Writer", "open_trackers", "say"]
 
 
 class Writer(Protocol):
@@ -33,6 +34,17 @@ class Screen(Writer, Protocol):
         """Show a line of text."""
 
 
+def say(text: str, stream: TextIO | None = None) -> None:
+    """A line of text on stdout, at once, or on another stream; nothing where stdout is closed.
+
+    Raises OSError that names stdout where it takes no more.
+    """
+    stream = stream or sys.stdout
+    if stream is not None:
+        with naming(Path("stdout")):
+            print(text, file=stream, flush=True)
+
+
 class Lines:
     """A plain line an iteration: for logs and pipes; none where stdout is closed."""
 
@@ -46,9 +58,7 @@ class Lines:
 
     def say(self, text: str) -> None:
         """See `Screen`."""
-        stream = self.stream or sys.stdout
-        if stream is not None:
-            print(text, file=stream, flush=True)
+        say(text, self.stream)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from stretto.models.trainable import make_full, reference, save_full, trainable_parameters
+from stretto.models.whole_folder import whole_folder
 
 both = pytest.mark.parametrize("name", ["flux", "wan"])
 
@@ -49,3 +50,18 @@ def test_the_reference_stays_where_it_was_while_the_policy_moves(load, inputs, n
     assert torch.equal(velocity, expected)
     assert not velocity.requires_grad
     assert not torch.equal(adapter.velocity(*inputs(adapter)), expected)
+
+
+def test_weights_appear_whole_or_not_at_all(tmp_path):
+    folder = tmp_path / "weights" / "ema"
+    with pytest.raises(FileNotFoundError), whole_folder(folder) as partial:
+        (partial / "half").write_text("half") and (partial / "none").unlink()
+    assert list(folder.parent.iterdir()) == []
+    for text in ("old", "new"):
+        with whole_folder(folder) as partial:
+            (partial / "a").write_text(text)
+            assert not folder.exists() or (folder / "a").read_text() == "old"
+        (folder / "theirs").touch()
+    assert (folder / "a").read_text() == "new"
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "theirs"]
+    assert [path.name for path in folder.parent.iterdir()] == ["ema"]

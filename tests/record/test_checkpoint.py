@@ -1,6 +1,7 @@
 """Checkpoints: equal to what was saved, whole or not there, and of the right model."""
 
 import errno
+import json
 import os
 import resource
 import subprocess
@@ -193,6 +194,70 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_difference_told(tmp_pa
     save(tmp_path, 1)
     with pytest.raises(ValueError, match="another model: rank is 16 there and 32 here"):
         checkpoint.load_newest(tmp_path, {**IDENTITY, "rank": 32})
+
+
+def test_a_difference_of_many_parameters_is_told_by_the_first_and_their_number(tmp_path):
+    names = [f"transformer_blocks.{i}.attn.to_q.lora_A.weight" for i in range(500)]
+    there = {**IDENTITY, "parameters": {name: [16, 3072] for name in names}}
+    checkpoint.save(tmp_path, 1, state_of(1), identity=there)
+    here = {"parameters": {name: [32, 3072] for name in names[1:]}, "rank": 32, "adapter": "flux", "more": 1}
+    with pytest.raises(ValueError, match="another model") as caught:
+        checkpoint.load_newest(tmp_path, here)
+    told = str(caught.value).removeprefix(str(tmp_path))
+    assert "500 of the parameters differ, first transformer_blocks.1.attn.to_q.lora_A.weight" in told
+    assert "[16, 3072] there and [32, 3072] here; rank is 16 there and 32 here; adapter is 'digits'" in told
+    assert "(and 2 more)" in told
+    assert len(told) < 400
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"identity": None},
+        {"identity": "digits"},
+        {"iteration": "2"},
+        {"files": []},
+        {"files": {}},
+        {"files": {"state.safetensors": 7}},
+        {"files": {"state.safetensors": {"bytes": 3}}},
+    ],
+    ids=str,
+)
+def test_a_manifest_without_its_keys_counts_as_damaged(tmp_path, change):
+    save(tmp_path, 1)
+    manifest = save(tmp_path, 2) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    loaded = checkpoint.load_newest(tmp_path, IDENTITY)
+    assert loaded.iteration == 1
+    assert "iteration-00000002 is damaged (manifest.json is not whole" in loaded.notes[0]
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "7", "null"])
+def test_a_manifest_that_is_none_counts_as_damaged(tmp_path, text):
+    save(tmp_path, 1)
+    (save(tmp_path, 2, is_best=True) / "manifest.json").write_text(text)
+    assert checkpoint.load_newest(tmp_path, IDENTITY).iteration == 1
+    assert checkpoint.best(tmp_path) is None
+
+
+def test_a_checkpoint_of_a_format_to_come_is_refused_with_the_ways_out_and_saving_goes_on(tmp_path):
+    save(tmp_path, 1)
+    manifest = save(tmp_path, 2) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
+    with pytest.raises(ValueError, match=r"has format 2, this version reads 1; go on with the version .* or move it"):
+        checkpoint.load_newest(tmp_path, IDENTITY)
+    save(tmp_path, 3)
+    assert checkpoint.load_newest(tmp_path, IDENTITY).iteration == 3
+
+
+def test_a_plain_file_under_a_checkpoints_name_is_damage_and_does_not_stop_saving(tmp_path):
+    save(tmp_path, 1, keep=1)
+    for number in (2, 9):
+        (tmp_path / f"iteration-{number:08d}").write_text("no folder")
+    (tmp_path / ".partial-iteration-00000005").write_text("no folder")
+    assert checkpoint.load_newest(tmp_path, IDENTITY).iteration == 1
+    save(tmp_path, 2, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-00000002"]
 
 
 def test_a_kill_before_any_step_of_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path):

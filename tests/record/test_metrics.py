@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import os
 import resource
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stretto.record.metrics import Metrics, read_metrics
-from stretto.record.trackers import Bar, Lines, TensorBoard, open_trackers
+from stretto.record.trackers import Bar, Lines, TensorBoard, open_trackers, say
 from tests.record.processes import child, end_of, kill_at_every_step, left_as_it_was
 
 
@@ -90,6 +91,22 @@ def test_off_a_terminal_there_is_a_plain_line_an_iteration(tmp_path, capsys):
         trackers.write({"iteration": 6, "reward": 0.25, "time": {"update": 1.5}})
     assert capsys.readouterr().out == "ratio = 1 by design\n  7/100  reward 0.25  time/update 1.5\n"
     assert iterations_in(tmp_path / "metrics.jsonl") == [6]
+
+
+def test_where_stdout_is_closed_the_file_is_written_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    with open_trackers(tmp_path, iterations=1, shown=["reward"]) as trackers:
+        trackers.say("nobody hears")
+        trackers.write({"iteration": 0, "reward": 0.25})
+    assert iterations_in(tmp_path / "metrics.jsonl") == [0]
+
+
+def test_a_full_stdout_is_named():
+    full = open("/dev/full", "w")  # noqa: SIM115 - closing it would fail on the text once more
+    with pytest.raises(OSError, match="No space left on device: 'stdout'"):
+        say("lost", full)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    full.close()
 
 
 def test_on_a_terminal_there_is_a_bar_that_goes_on_where_the_run_does():

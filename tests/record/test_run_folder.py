@@ -111,3 +111,19 @@ def test_a_config_that_differs_steps_aside(tmp_path):
             folder.write_environment("{}")
     files = {path.name: path.read_text() for path in tmp_path.iterdir() if path.name != ".lock"}
     assert files == {"config.1.toml": "a", "config.2.toml": "b", "config.toml": "c", "env.json": "{}"}
+
+
+def test_a_start_that_only_resumes_leaves_no_config_behind_and_is_not_kept_as_resuming(tmp_path):
+    text = '[run]\nfolder = "x"\nresume = "{}"\n'
+    for resumes in ("auto", "no", "auto"):
+        with RunFolder.open(tmp_path, "auto") as folder:
+            folder.write_config(text.format(resumes))
+    assert (tmp_path / "config.toml").read_text() == text.format("no")
+    assert not (tmp_path / "config.1.toml").exists()
+
+
+def test_a_config_kept_as_resuming_is_not_another_for_that(tmp_path):
+    (tmp_path / "config.toml").write_text('resume = "auto"\n')
+    with RunFolder.open(tmp_path) as folder:
+        folder.write_config('resume = "no"\n')
+    assert not (tmp_path / "config.1.toml").exists()

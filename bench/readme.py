@@ -1,0 +1,93 @@
+"""Writes the README's results between its two markers from bench/results/*.json: no figure there is typed.
+
+    python -m bench.readme
+
+The hazard is a README older than its results; a test compares the two.
+"""
+
+import json
+import statistics
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench/results"
+BEGIN = "<!-- results: written by `python -m bench.readme` from bench/results/*.json -->\n"
+END = "<!-- end of results -->\n"
+SPEED = ("retain", "reweight", "two_sum")
+
+
+def results(folder=RESULTS):
+    """The text between the markers."""
+    speed, memory, digits = (json.loads((folder / f"{n}.json").read_text()) for n in ("schedules", "memory", "digits"))
+    return "\n".join([*_speed(speed), "", *_memory(memory), "", *_digits(digits), ""])
+
+
+def written(readme, folder=RESULTS):
+    """The README's text with the results in it."""
+    before, rest = readme.split(BEGIN)
+    return before + BEGIN + "\n" + results(folder) + "\n" + END + rest.split(END)[1]
+
+
+def _speed(report):
+    cases = report["cases"]
+    any_case = next(iter(cases.values()))
+    size = f"{any_case['parameters'] / 1e6:.1f} M parameters"
+    lines = [
+        f"Seconds of native over seconds of the schedule, rollout and update, on a FLUX transformer of {size} "
+        f"([JSON](bench/results/schedules.json), `{report['command']}`, [all of it](docs/schedules-measured.md)):",
+        "",
+        "| trained | native with batched replay | " + " | ".join(SPEED) + " | ceiling |",
+        "|---|---|" + "---|" * (len(SPEED) + 1),
+    ]
+    for name, case in cases.items():
+        cells = [f"{case['ratios'][label]['value']:.2f}" for label in ("native, replay", *SPEED)]
+        lines.append(f"| {name} | {' | '.join(cells)} | {case['ceiling']['value']:.2f} |")
+    return lines
+
+
+def _memory(report):
+    lines = [
+        f"Held between rollout and update, one sample a forward ([JSON](bench/results/memory.json), "
+        f"`{report['command']}`):",
+        "",
+    ]
+    for method, case in report["cases"].items():
+        shapes = list(next(iter(case["rows"].values())))
+        lines += ["| " + method + " | " + " | ".join(shape.replace("|", r"\|") for shape in shapes) + " |"]
+        lines += ["|---|" + "---|" * len(shapes)]
+        for schedule in SPEED:
+            cells = " | ".join(f"{case['rows'][schedule][shape]['held'] / 1e6:.1f} MB" for shape in shapes)
+            lines.append(f"| {schedule} | {cells} |")
+        lines.append("")
+    return lines[:-1]
+
+
+def _digits(report):
+    lines = [
+        f"The demo, judged ([JSON](bench/results/digits.json), `{report['command']}`); the default schedule here is "
+        f"{report['summary']['default schedule']}:",
+        "",
+        "| seed | accuracy | distance to real digits | variety within a class | seconds of training |",
+        "|---|---|---|---|---|",
+    ]
+    runs = [row for row in report["rows"] if row["asked"] == "auto"]
+    for row in runs:
+        cells = [
+            f"{row['before'][f'judge/{name}']:.3f} → {row['after'][f'judge/{name}']:.3f}"
+            for name in ("accuracy", "frechet", "spread")
+        ]
+        lines.append(f"| {row['seed']} | {' | '.join(cells)} | {row['seconds']:.0f} |")
+    difference = report["summary"]["largest reward difference, 10 iterations"]
+    ratio = report["summary"]["seconds an iteration, native / default"]
+    steps = statistics.median(len(row["rewards"]) for row in runs)
+    lines += [
+        "",
+        f"Native's reward curves over the first 10 of {steps:.0f} iterations differ from these by {difference:.1g} at "
+        f"most; an iteration takes it {ratio:.2f} times as long (two of eight steps are trained).",
+    ]
+    return lines
+
+
+if __name__ == "__main__":
+    README = ROOT / "README.md"
+    README.write_text(written(README.read_text()))
