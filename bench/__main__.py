@@ -1,6 +1,6 @@
 """All benches, one after another, each writing its JSON to bench/results: about half an hour on a quiet machine.
 
-    python -m bench [--quick]
+python -m bench [--quick]
 """
 
 import subprocess

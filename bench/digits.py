@@ -47,7 +47,12 @@ def main():
 def run(folder, schedule, seed, arguments):
     """One training run in a process of its own, read back from its metrics."""
     command = [sys.executable, "-m", "stretto", "train", str(ROOT / "recipes/digits.toml")]
-    settings = {"run.folder": folder, "run.seed": seed, "schedule.name": schedule, "evaluation.every": arguments.every}
+    settings = {
+        "run.folder": folder,
+        "run.seed": seed,
+        "schedule.name": schedule,
+        "evaluation.every": arguments.every,
+    }
     if arguments.iterations:
         settings["run.iterations"] = arguments.iterations
     for name, value in settings.items():

@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
 RESULTS = ROOT / "bench/results"
 BEGIN = "<!-- results: written by `python -m bench.readme` from bench/results/*.json -->\n"
 END = "<!-- end of results -->\n"
@@ -18,7 +19,9 @@ SPEED = ("retain", "reweight", "two_sum")
 
 def results(folder=RESULTS):
     """The text between the markers."""
-    speed, memory, digits = (json.loads((folder / f"{n}.json").read_text()) for n in ("schedules", "memory", "digits"))
+    speed, memory, digits = (
+        json.loads((folder / f"{n}.json").read_text()) for n in ("schedules", "memory", "digits")
+    )
     return "\n".join([*_speed(speed), "", *_memory(memory), "", *_digits(digits), ""])
 
 
@@ -82,12 +85,11 @@ def _digits(report):
     steps = statistics.median(len(row["rewards"]) for row in runs)
     lines += [
         "",
-        f"Native's reward curves over the first 10 of {steps:.0f} iterations differ from these by {difference:.1g} at "
-        f"most; an iteration takes it {ratio:.2f} times as long (two of eight steps are trained).",
+        f"Native's reward curves over the first 10 of {steps:.0f} iterations differ from these by at most "
+        f"{difference:.1g}; an iteration takes it {ratio:.2f} times as long (two of eight steps are trained).",
     ]
     return lines
 
 
 if __name__ == "__main__":
-    README = ROOT / "README.md"
     README.write_text(written(README.read_text()))

@@ -14,7 +14,7 @@ def write_result(path, figures):
     """Write `figures` as JSON to `path`, or nothing where no path was asked for."""
     if path is None:
         return
-    command = " ".join(["python -m", getattr(sys.modules["__main__"], "__spec__").name, *sys.argv[1:]])
+    command = " ".join(["python -m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])
     report = {
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -140,3 +140,10 @@ def test_a_turn_leaves_the_same_gradient_each_time():
 
 def test_the_page_is_what_the_results_say():
     assert PAGE.read_text() == page(RESULTS)
+
+
+def test_the_readme_says_what_the_results_say():
+    from bench.readme import README, written
+
+    text = README.read_text()
+    assert written(text) == text

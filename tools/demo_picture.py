@@ -1,6 +1,6 @@
 """Put the first and the last grid of a run side by side, for the README.
 
-    python tools/demo_picture.py runs/digits docs/demo.png
+python tools/demo_picture.py runs/digits docs/demo.png
 """
 
 import sys

@@ -5,6 +5,8 @@ nothing heavy is imported before `load_adapter` knows which model is wanted.
 """
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +17,19 @@ if TYPE_CHECKING:
 __all__ = ["load_adapter"]
 
 ADAPTERS = ("digits", "flux", "wan")
+
+
+@contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Without transformers' advice, at every import, to install torchvision for image processors that nobody uses."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def load_adapter(
@@ -47,7 +62,9 @@ def load_adapter(
     if adapter not in ADAPTERS:
         raise ValueError(f"unknown adapter {adapter!r}; choose one of {', '.join(ADAPTERS)}")
     require_extra()
-    return importlib.import_module(f"stretto.models.{adapter}").load(
+    with _quiet_imports():
+        module = importlib.import_module(f"stretto.models.{adapter}")
+    return module.load(
         path=path,
         height=height,
         width=width,
