@@ -5,8 +5,7 @@ import torch
 
 from stretto.recipe import load_recipe
 from stretto.train import train
-from tests.policy.test_schedules import make_rewards
-from tests.policy.toy import distance, make_batches, make_policy, make_toy, run
+from tests.policy.toy import distance, make_batches, make_policy, make_rewards, make_toy, run
 from tests.test_train import lines_of
 
 pytestmark = [

@@ -5,8 +5,7 @@ import torch
 
 from stretto.models.trainable import attach_lora, make_full, trainable_parameters
 from stretto.policy import Batch, KeyedNoise, Objective, Policy, Process, SampleKey, make_sigmas
-from tests.policy.test_schedules import make_rewards
-from tests.policy.toy import Noise64, distance, run
+from tests.policy.toy import Noise64, distance, make_rewards, run
 
 TRAINED = (0, 1, 2)
 

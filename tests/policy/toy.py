@@ -146,3 +146,9 @@ def distance(a, b):
     """Relative L2 distance of two gradients, over all parameters together."""
     difference = sum((a[k].double() - b[k].double()).square().sum() for k in b)
     return float((difference / sum(b[k].double().square().sum() for k in b)).sqrt())
+
+
+def make_rewards(num_groups, num_samples, num_rewards=1, offset=0.0, spread=1.0):
+    random = torch.Generator().manual_seed(num_groups * 31 + num_samples)
+    values = torch.randn(num_groups, num_samples, num_rewards, generator=random, dtype=torch.float64)
+    return offset + spread * values
