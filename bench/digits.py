@@ -3,8 +3,9 @@
     python -m bench.digits [--seeds 0 1 2] [--short-native] [--threads N] [--quick] [--json FILE]
 
 For every seed the recipe runs once with `native` and once with the default, in turn, each in a process of its own.
-With --short-native, native stops after 12 iterations on every seed but the first: enough to compare curves. Prints the judge before and after, the largest difference of the reward
-curves over the first 10 iterations, and the seconds of training (evaluation apart) until the judge reads .80.
+With --short-native, native stops after 12 iterations on every seed but the first: enough to compare curves. Prints
+the judge before and after, the largest difference of the reward curves over the first 10 iterations, and the seconds
+of training (evaluation apart) until the judge reads .80.
 """
 
 import argparse
