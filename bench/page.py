@@ -41,9 +41,12 @@ included.
 
 
 def page(results: Path = RESULTS) -> str:
-    """The page as text."""
-    speed, memory, field = (json.loads((results / f"{n}.json").read_text()) for n in ("schedules", "memory", "field"))
-    return "\n".join([HEAD, *_speed(speed), *_memory(memory), *_field(field)])
+    """The page as text; a bench without results has no section."""
+    lines = [HEAD]
+    for name, section in (("schedules", _speed), ("memory", _memory), ("field", _field)):
+        if (file := results / f"{name}.json").exists():
+            lines += section(json.loads(file.read_text()))
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
