@@ -4,8 +4,8 @@
 
 At each point every schedule makes the gradient of the same prompt group; the fastest wins, and schedules within 3 %
 of it share the win. Bytes are what a schedule holds between rollout and update plus the graph of its largest
-backward, both counted; retain's graphs are the same ones. The hazard is reading seconds across points: they were
-measured at different minutes, only the ratios within a point are interleaved.
+backward, both counted; the graphs of retain and hybrid are among what they hold. The hazard is reading seconds across
+points: they were measured at different minutes, only the ratios within a point are interleaved.
 """
 
 import argparse
@@ -137,7 +137,7 @@ def _bytes(turn: Turn, point: Point) -> int:
     rows = point.rows
     if turn.label == "native, replay all":
         rows = point.num_samples * point.trained
-    graph = 0 if turn.label == "retain" else _graph_bytes(turn, rows)
+    graph = 0 if turn.label in ("retain", "hybrid") else _graph_bytes(turn, rows)
     return turn.schedule.held_bytes + graph
 
 
