@@ -43,7 +43,8 @@ def _speed(report):
         "|---|---|" + "---|" * (len(SPEED) + 1),
     ]
     for name, case in cases.items():
-        cells = [f"{case['ratios'][label]['value']:.2f}" for label in ("native, replay", *SPEED)]
+        ratios = [case["ratios"].get(label) for label in ("native, replay", *SPEED)]
+        cells = ["-" if ratio is None else f"{ratio['value']:.2f}" for ratio in ratios]
         lines.append(f"| {name} | {' | '.join(cells)} | {case['ceiling']['value']:.2f} |")
     return lines
 
