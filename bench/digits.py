@@ -1,10 +1,10 @@
 """The demo over several seeds, native against the default schedule: the same curves, in less time.
 
-    python -m bench.digits [--seeds 0 1 2] [--short-native] [--threads N] [--quick] [--json FILE]
+    python -m bench.digits [--seeds 0 1 2] [--whole-native 0 1 2] [--threads N] [--quick] [--json FILE [--append]]
 
 For every seed the recipe runs once with `native` and once with the default, in turn, each in a process of its own.
-With --short-native, native stops after 12 iterations on every seed but the first: enough to compare curves. Prints
-the judge before and after, the largest difference of the reward curves over the first 10 iterations, and the seconds
+Native stops after 12 iterations on seeds that are not in --whole-native: enough to compare curves. Prints the
+judge before and after, the largest difference of the reward curves over the first 10 iterations, and the seconds
 of training (evaluation apart) until the judge reads .80.
 """
 
@@ -29,7 +29,8 @@ def main():
     parser.add_argument("--iterations", type=int, default=0, help="default: the recipe's")
     parser.add_argument("--every", type=int, default=10, help="iterations between evaluations")
     parser.add_argument("--threads", type=int, default=0, help="default: torch's own choice")
-    parser.add_argument("--short-native", action="store_true", help="native is run whole on the first seed alone")
+    parser.add_argument("--whole-native", type=int, nargs="*", help="seeds that native runs whole; default: all")
+    parser.add_argument("--append", action="store_true", help="add the seeds to what the file holds")
     parser.add_argument("--quick", action="store_true", help="one seed, few iterations")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -39,10 +40,12 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for seed in arguments.seeds:
             for schedule in ("native", "auto"):
-                is_whole = schedule == "auto" or seed == arguments.seeds[0] or not arguments.short_native
+                is_whole = schedule == "auto" or arguments.whole_native is None or seed in arguments.whole_native
                 row = run(Path(folder) / f"{schedule}-{seed}", schedule, seed, arguments, is_whole=is_whole)
                 rows.append(row)
                 print(line(row), flush=True)
+    if arguments.append and arguments.json.exists():
+        rows = sorted(json.loads(arguments.json.read_text())["rows"] + rows, key=lambda row: row["seed"])
     summary = summarise(rows)
     for name, value in summary.items():
         print(f"{name:<44}{value}")
