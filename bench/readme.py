@@ -68,8 +68,8 @@ def _memory(report):
 
 def _digits(report):
     lines = [
-        f"The demo, judged ([JSON](bench/results/digits.json), `{report['command']}`); the default schedule here is "
-        f"{report['summary']['default schedule']}:",
+        "The demo, judged ([JSON](bench/results/digits.json), `python -m bench.digits --threads 1`); the default "
+        f"schedule here is {report['summary']['default schedule']}:",
         "",
         "| seed | accuracy | distance to real digits | variety within a class | seconds of training |",
         "|---|---|---|---|---|",
