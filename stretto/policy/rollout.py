@@ -127,7 +127,7 @@ class Policy:
 
         What changes a parameter behind autograd's back is not seen (a fused optimizer, `p.data.add_`): call `moved`.
         """
-        return hash((self._num_moves, *((p._version, p.data_ptr()) for p in self.parameters.values())))
+        return hash((self._num_moves, *((p._version, p.untyped_storage()._cdata) for p in self.parameters.values())))
 
     def moved(self) -> None:
         """Say that the weights were changed: gradients made before are then refused."""
