@@ -241,7 +241,8 @@ def _held(before: dict[int, int], live: LiveBytes) -> tuple[int, int]:
 
 def _reachable() -> dict[int, int]:
     """Address -> bytes of the storage of every tensor that Python's collector knows."""
-    storages = [t.untyped_storage() for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    kinds = (Tensor, torch.nn.Parameter)  # and not the fake tensors that a compiler left behind
+    storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in kinds and t.device.type != "meta"]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
