@@ -8,30 +8,61 @@ library's schedules.
 
 import math
 from collections.abc import Sequence
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch import Tensor
 
 from stretto.overlap import reference
 from stretto.overlap.column import ReplicateMatmul
-from stretto.overlap.inputs import check_linear, checked_how, needed, outside_of_graphs, scattered_slices
+from stretto.overlap.inputs import (
+    check_linear,
+    checked_how,
+    listed,
+    needed,
+    outside_of_graphs,
+    scattered_slices,
+    side_by_side,
+)
 from stretto.overlap.p2p import Call, Transfer, peers_of
 from stretto.overlap.row import MatmulAllReduce
 
 __all__ = ["Pending", "matmul_all_reduce", "matmul_all_reduce_start", "replicate_matmul"]
 
 
+@overload
+def matmul_all_reduce(
+    x: Tensor,
+    weights: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    biases: Tensor | None = ...,
+    schedule: str = ...,
+    num_subslices: int = ...,
+    check: bool = ...,
+) -> Tensor: ...
+@overload
+def matmul_all_reduce(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    biases: Sequence[Tensor | None] | None = ...,
+    schedule: str = ...,
+    num_subslices: int = ...,
+    check: bool = ...,
+) -> list[Tensor]: ...
 @outside_of_graphs
 def matmul_all_reduce(
     x: Tensor,
-    weight: Tensor,
+    weights: Tensor | Sequence[Tensor],
     group: dist.ProcessGroup,
     *,
-    bias: Tensor | None = None,
+    biases: Tensor | Sequence[Tensor | None] | None = None,
     schedule: str = "direct",
     num_subslices: int = 1,
     check: bool = True,
-) -> Tensor:
+) -> Tensor | list[Tensor]:
     """Multiply and sum over ranks, every rank keeping all rows: tensor parallelism without sequence sharding.
 
     A `matmul_reduce_scatter` over the flattened rows, then a gather of the summed slices. The gather has
@@ -40,34 +71,37 @@ def matmul_all_reduce(
 
     Args:
         x: (..., K), this rank's input features, the same rows on every rank.
-        weight: (F, K), the columns of those features.
+        weights: (F, K), the columns of those features; a sequence shares one input and one message, and may
+            differ in F.
         group: every rank of it makes this call.
-        bias: (F,), the same on every rank; added once, by the owner of a row, after the sum.
+        biases: (F,) for each weight, or None, the same on every rank; added once, by the owner of a row,
+            after the sum.
         schedule: as in `matmul_reduce_scatter`.
         num_subslices: pieces per slice.
         check: as in `all_gather_matmul`.
 
     Returns:
-        (..., F), bitwise the same on every rank.
+        (..., F), or a list of them, which are views of one tensor; bitwise the same on every rank.
 
     Gradients:
-        Nothing is sent: the output's gradient is the same on every rank already.
+        Nothing is sent: the outputs' gradient is the same on every rank already.
 
     Raises:
         As `all_gather_matmul`.
     """
-    return matmul_all_reduce_start(
-        x, weight, group, bias=bias, schedule=schedule, num_subslices=num_subslices, check=check
-    ).wait()
+    pending = matmul_all_reduce_start(
+        x, weights, group, biases=biases, schedule=schedule, num_subslices=num_subslices, check=check
+    )
+    return pending.wait()
 
 
 @outside_of_graphs
 def matmul_all_reduce_start(
     x: Tensor,
-    weight: Tensor,
+    weights: Tensor | Sequence[Tensor],
     group: dist.ProcessGroup,
     *,
-    bias: Tensor | None = None,
+    biases: Tensor | Sequence[Tensor | None] | None = None,
     schedule: str = "direct",
     num_subslices: int = 1,
     check: bool = True,
@@ -77,39 +111,42 @@ def matmul_all_reduce_start(
     Whatever the caller computes before `Pending.wait` hides them. Further operations on the group may be
     called in between. Arguments, gradients and errors as `matmul_all_reduce`.
     """
+    ws, bs = listed(weights, biases)
     peers = peers_of(group)
     with peers.call("matmul_all_reduce") as call:
-        check_linear(x, [weight], [bias], 0)
-        how = checked_how(peers, schedule, num_subslices, check, needed(x, weight, bias))
+        check_linear(x, ws, bs, 0)
+        how = checked_how(peers, schedule, num_subslices, check, needed(x, *ws, *bs))
         rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
         header = how.header(call, x.dtype)
-        shape = (rows.shape[0], 1, weight.shape[0])
+        shape = (rows.shape[0], 1, sum(map(len, ws)))
         slices = scattered_slices(call, how, header, shape, None, x)
     pending = Pending(call)
     try:
         if schedule == "plain":
-            out = reference.matmul_all_reduce(rows, weight, group, bias)
+            outs: Sequence[Tensor] = reference.matmul_all_reduce(rows, ws, group, bs)
         else:
-            out = MatmulAllReduce.apply(call, how, slices, pending.transfers, rows, weight, bias)
+            out = MatmulAllReduce.apply(call, how, slices, pending.transfers, len(ws), rows, *ws, *bs)
+            outs = side_by_side(out, ws)
     except BaseException:  # such as the early end of a recomputation: buffers must outlive their transfers
         pending.wait_for_transfers()
         raise
-    pending.out = out.view(*x.shape[:-1], weight.shape[0])
+    ys = [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
+    pending.out = ys[0] if isinstance(weights, Tensor) else ys
     return pending
 
 
 class Pending:
-    """A tensor whose last slices are still arriving."""
+    """A tensor, or a list of them, whose last slices are still arriving."""
 
-    out: Tensor
+    out: Any
     """What is arriving; not to be read before `wait`."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self.transfers: list[Transfer] = []
 
-    def wait(self) -> Tensor:
-        """The tensor, complete. `PeerError` if a peer was lost on the way. May be called again."""
+    def wait(self) -> Any:
+        """The tensor or tensors, complete. `PeerError` if a peer was lost on the way. May be called again."""
         self.wait_for_transfers()
         return self.out
 

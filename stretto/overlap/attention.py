@@ -244,7 +244,7 @@ def attention_reduce_scatter(
         slices = scattered_slices(call, how, header, (len(q), q.shape[1], len(weight)), sizes, q)
     if schedule == "plain":
         attended = reference.attend(q, k, v, attention, attn_mask, is_causal)
-        out = reference.matmul_reduce_scatter(attended, weight, group, bias, slices.sizes)
+        (out,) = reference.matmul_reduce_scatter(attended, [weight], group, [bias], slices.sizes)
     else:
         queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
         out = AttentionReduceScatter.apply(call, how, slices, queries, q, k, v, weight, bias)

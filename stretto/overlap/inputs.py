@@ -74,6 +74,16 @@ def checked_how(
     return How(peers, schedule, num_subslices, check, gradients, keep_gathered)  # type: ignore[arg-type]
 
 
+def listed(
+    weights: Tensor | Sequence[Tensor], biases: Tensor | Sequence[Tensor | None] | None
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights and biases as lists, whether one was given or several; no biases is None for each."""
+    ws = [weights] if isinstance(weights, Tensor) else list(weights)
+    if biases is None:
+        return ws, [None] * len(ws)
+    return ws, [biases] if isinstance(biases, Tensor) else list(biases)
+
+
 def check_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dim: int) -> int:
     """`dim` counted from the front, or `ValueError` for shapes, dtypes and devices that make no product."""
     if x.ndim < 2:
@@ -127,6 +137,11 @@ def rows_last(y: Tensor, like: Tensor, dim: int) -> Tensor:
     """(rows, inner, features) with the inner dimensions of `like` and its rows back at `dim`, as a view."""
     inner = [size for axis, size in enumerate(like.shape[:-1]) if axis != dim]
     return y.view(y.shape[0], *inner, y.shape[-1]).movedim(0, dim)
+
+
+def side_by_side(y: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The outputs (rows, inner, F) of several weights out of (rows, inner, sum of F), as views."""
+    return [y] if len(weights) == 1 else y.split([len(weight) for weight in weights], -1)
 
 
 def gathered_slices(call: Call, how: How, header: Header, x: Tensor, sizes: Sizes) -> Slices:

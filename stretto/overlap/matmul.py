@@ -19,11 +19,13 @@ from stretto.overlap.inputs import (
     check_linear,
     checked_how,
     gathered_slices,
+    listed,
     needed,
     outside_of_graphs,
     rows_first,
     rows_last,
     scattered_slices,
+    side_by_side,
 )
 from stretto.overlap.p2p import peers_of
 from stretto.overlap.row import MatmulReduceScatter
@@ -103,8 +105,7 @@ def all_gather_matmul(
         PeerError: a rank disagrees, died or never came; the group is dead.
     """
     single = isinstance(weights, Tensor)
-    ws = [weights] if isinstance(weights, Tensor) else list(weights)
-    bs = [biases] if isinstance(biases, Tensor) else list(biases or [None] * len(ws))
+    ws, bs = listed(weights, biases)
     peers = peers_of(group)
     with peers.call("all_gather_matmul") as call:
         dim = check_linear(x, ws, bs, dim)
@@ -120,27 +121,55 @@ def all_gather_matmul(
     return ys[0] if single else ys
 
 
+@overload
+def matmul_reduce_scatter(
+    x: Tensor,
+    weights: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    dim: int = ...,
+    biases: Tensor | None = ...,
+    sizes: Sizes = ...,
+    schedule: str = ...,
+    num_subslices: int = ...,
+    check: bool = ...,
+) -> Tensor: ...
+@overload
+def matmul_reduce_scatter(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    dim: int = ...,
+    biases: Sequence[Tensor | None] | None = ...,
+    sizes: Sizes = ...,
+    schedule: str = ...,
+    num_subslices: int = ...,
+    check: bool = ...,
+) -> list[Tensor]: ...
 @outside_of_graphs
 def matmul_reduce_scatter(
     x: Tensor,
-    weight: Tensor,
+    weights: Tensor | Sequence[Tensor],
     group: dist.ProcessGroup,
     *,
     dim: int = 0,
-    bias: Tensor | None = None,
+    biases: Tensor | Sequence[Tensor | None] | None = None,
     sizes: Sizes = None,
     schedule: str = "direct",
     num_subslices: int = 1,
     check: bool = True,
-) -> Tensor:
+) -> Tensor | list[Tensor]:
     """Multiply and sum over ranks, each rank keeping its own rows: others' rows are computed and sent first.
 
     Args:
         x: (..., all rows at dim, ..., K), this rank's input features.
-        weight: (F, K), the columns of those features.
+        weights: (F, K), the columns of those features; a sequence shares one input and one message, and may
+            differ in F.
         group: every rank of it makes this call.
         dim: the dimension that is sharded by rows afterwards, any but the last.
-        bias: (F,), the same on every rank; added once, by the owner of a row, after the sum.
+        biases: (F,) for each weight, or None, the same on every rank; added once, by the owner of a row,
+            after the sum.
         sizes: rows that every rank is to own along `dim`. None: as `torch.chunk` and DTensor cut them.
         schedule: "direct" sends each partial to its owner, who adds in the fixed order r-1, r-2, ..., r+1,
             own last, in float32 (float64 for float64): bitwise repeatable. "ring" passes running sums on,
@@ -149,25 +178,30 @@ def matmul_reduce_scatter(
         check: as in `all_gather_matmul`.
 
     Returns:
-        (..., sizes[rank] at dim, ..., F); laid out rows first.
+        (..., sizes[rank] at dim, ..., F), or a list of them, which are views of one tensor; laid out rows
+        first.
 
     Gradients:
-        x and weight: one gather of the output's gradient feeds both products. bias: summed over the gathered
-        rows, in the order of the slices, so that it is bitwise the same on every rank.
+        x and weights: one gather of the outputs' gradient feeds all products. biases: summed over the
+        gathered rows, in the order of the slices, so that they are bitwise the same on every rank.
 
     Raises:
         As `all_gather_matmul`.
     """
+    single = isinstance(weights, Tensor)
+    ws, bs = listed(weights, biases)
     peers = peers_of(group)
     with peers.call("matmul_reduce_scatter") as call:
-        dim = check_linear(x, [weight], [bias], dim)
-        how = checked_how(peers, schedule, num_subslices, check, needed(x, weight, bias))
+        dim = check_linear(x, ws, bs, dim)
+        how = checked_how(peers, schedule, num_subslices, check, needed(x, *ws, *bs))
         rows = rows_first(x, dim)
         header = how.header(call, x.dtype)
-        shape = (rows.shape[0], rows.shape[1], weight.shape[0])
+        shape = (rows.shape[0], rows.shape[1], sum(map(len, ws)))
         slices = scattered_slices(call, how, header, shape, sizes, x)
     if schedule == "plain":
-        out = reference.matmul_reduce_scatter(rows, weight, group, bias, slices.sizes)
+        outs = reference.matmul_reduce_scatter(rows, ws, group, bs, slices.sizes)
     else:
-        out = MatmulReduceScatter.apply(call, how, slices, rows, weight, bias)
-    return rows_last(out, x, dim)
+        out = MatmulReduceScatter.apply(call, how, slices, len(ws), rows, *ws, *bs)
+        outs = side_by_side(out, ws)
+    ys = [rows_last(out, x, dim) for out in outs]
+    return ys[0] if single else ys

@@ -139,8 +139,8 @@ class RowLinear(_ParallelLinear):
         weight, bias = self._local()
         group, options = self.mesh.get_group(), self.options
         if not options.sequence_parallel:
-            return matmul_all_reduce(input, weight, group, bias=bias, **options.of_call())
-        return matmul_reduce_scatter(input, weight, group, dim=-2, bias=bias, **options.of_call())
+            return matmul_all_reduce(input, weight, group, biases=bias, **options.of_call())
+        return matmul_reduce_scatter(input, weight, group, dim=-2, biases=bias, **options.of_call())
 
 
 class SharedGather:

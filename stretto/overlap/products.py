@@ -13,7 +13,7 @@ from torch import Tensor
 from stretto.overlap.loops import Piece, sum_dtype
 from stretto.overlap.routes import Slices
 
-__all__ = ["BiasGradient", "WeightGradient", "input_partial", "output"]
+__all__ = ["BiasGradient", "WeightGradient", "input_gradient", "input_partial", "output"]
 
 
 def output(x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> Tensor:
@@ -36,6 +36,14 @@ def input_partial(grads: Sequence[Tensor], weights: Sequence[Tensor], rows: slic
         for partial in partials:
             total += partial
     return total.to(grads[0].dtype).view(n, inner, weights[0].shape[1])
+
+
+def input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], into: Tensor) -> None:
+    """Write the gradient of the common input of several products into `into` (n, inner, K)."""
+    if len(weights) == 1:
+        torch.mm(grads[0].flatten(0, 1), weights[0], out=into.flatten(0, 1))
+    else:
+        into.copy_(input_partial(grads, weights, slice(None)))
 
 
 class WeightGradient:

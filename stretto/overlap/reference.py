@@ -163,17 +163,23 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: Tensor, weight: Tensor, group: dist.ProcessGroup, bias: Tensor | None, sizes: Sequence[int]
-) -> Tensor:
-    """x (sum(sizes), inner, K), weight (F, K) -> (sizes[rank], inner, F); bias is added after the sum."""
-    y = reduce_scatter(F.linear(x, weight), sizes, group)
-    return y if bias is None else y + replicate(bias, group)
+    x: Tensor,
+    weights: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    biases: Sequence[Tensor | None],
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    """x (sum(sizes), inner, K), each weight (F, K) -> each (sizes[rank], inner, F); biases after the sum."""
+    ys = [reduce_scatter(F.linear(x, weight), sizes, group) for weight in weights]
+    return [y if bias is None else y + replicate(bias, group) for y, bias in zip(ys, biases)]
 
 
-def matmul_all_reduce(x: Tensor, weight: Tensor, group: dist.ProcessGroup, bias: Tensor | None) -> Tensor:
-    """x (rows, inner, K), weight (F, K) -> (rows, inner, F) on all ranks; bias is added after the sum."""
-    y = all_reduce(F.linear(x, weight), group)
-    return y if bias is None else y + bias
+def matmul_all_reduce(
+    x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """x (rows, inner, K), each weight (F, K) -> each (rows, inner, F) on all ranks; biases after the sum."""
+    ys = [all_reduce(F.linear(x, weight), group) for weight in weights]
+    return [y if bias is None else y + bias for y, bias in zip(ys, biases)]
 
 
 def replicate_matmul(

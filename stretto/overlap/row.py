@@ -1,10 +1,12 @@
 """The autograd of row-parallel products: partial sums leave after the product, and gradients arrive.
 
-`MatmulReduceScatter` leaves each rank its own rows; `MatmulAllReduce` gathers them again. The hazard is the
-bias, which every rank holds and only a row's owner adds: its gradient needs the rows of all ranks, summed in
-one order. Source: the backward table of this library's schedules.
+`MatmulReduceScatter` leaves each rank its own rows; `MatmulAllReduce` gathers them again. Several weights on
+one input have their outputs side by side in one message. The hazard is the bias, which every rank holds and
+only a row's owner adds: its gradient needs the rows of all ranks, summed in one order. Source: the backward
+table of this library's schedules.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from stretto.overlap.inputs import How
 from stretto.overlap.loops import Scatter, gather, send_everywhere
 from stretto.overlap.p2p import Call, Transfer
-from stretto.overlap.products import BiasGradient, WeightGradient, output
+from stretto.overlap.products import BiasGradient, WeightGradient, input_gradient, output
 from stretto.overlap.routes import Slices
 
 __all__ = ["MatmulAllReduce", "MatmulReduceScatter"]
@@ -25,55 +27,70 @@ def _scattered(
     how: How,
     slices: Slices,
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
 ) -> Tensor:
-    """The own rows of x times weight summed over ranks, plus bias: others' rows are computed first."""
-    shape = (slices.total, x.shape[1], weight.shape[0])
+    """The own rows of x times every weight, side by side, summed over ranks: others' rows are computed first."""
+    widths = [len(weight) for weight in weights]
+    shape = (slices.total, x.shape[1], sum(widths))
     scatter = Scatter(call, how.header(call, x.dtype), shape, slices, x.device, check=how.check)
     for piece in scatter.pieces():
         rows = x[piece.rows]
-        scatter.put(piece, output(rows, weight, None, x.new_empty(*rows.shape[:2], weight.shape[0])))
-    return scatter.result(bias)
+        partial = x.new_empty(*rows.shape[:2], sum(widths))
+        for part, weight in zip(partial.split(widths, -1), weights):
+            output(rows, weight, None, part)
+        scatter.put(piece, partial)
+    return scatter.result(_side_by_side(biases, widths))
+
+
+def _side_by_side(biases: Sequence[Tensor | None], widths: Sequence[int]) -> Tensor | None:
+    """The biases of all features, zero where a weight has none; None where none has one."""
+    given = [bias for bias in biases if bias is not None]
+    if len(biases) == 1 or not given:
+        return biases[0]
+    return torch.cat([given[0].new_zeros(n) if bias is None else bias for bias, n in zip(biases, widths)])
 
 
 class MatmulReduceScatter(torch.autograd.Function):
-    """x (sum(sizes), inner, K), weight (F, K), bias (F,) -> (sizes[rank], inner, F)."""
+    """x (sum(sizes), inner, K), weights (F, K), biases (F,) -> (sizes[rank], inner, sum of F)."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, how: How, slices: Slices, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, call: Call, how: How, slices: Slices, num_weights: int, x: Tensor, *rest: Tensor | None
     ) -> Tensor:
-        """Own rows last."""
-        ctx.how, ctx.slices = how, slices
-        ctx.save_for_backward(x, weight, bias)
+        """Own rows last; one message carries the outputs of all weights."""
+        ctx.how, ctx.slices, ctx.num_weights = how, slices, num_weights
+        ctx.save_for_backward(x, *rest)
         with how.peers.resume(call):
-            return _scattered(call, how, slices, x, weight, bias)
+            return _scattered(call, how, slices, x, rest[:num_weights], rest[num_weights:])  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """One gather of the output's gradient feeds the gradients of input, weight and bias."""
-        x, weight, bias = ctx.saved_tensors
+        """One gather of the outputs' gradient feeds the gradients of input, weights and biases."""
+        x, *rest = ctx.saved_tensors
         how, slices = ctx.how, ctx.slices
-        needs_x, needs_w, needs_b = ctx.needs_input_grad[3:]
+        weights, biases = rest[: ctx.num_weights], rest[ctx.num_weights :]
+        needs_x, needs = ctx.needs_input_grad[4], ctx.needs_input_grad[5:]
         dx = torch.empty_like(x) if needs_x else None
-        dw = WeightGradient(weight) if needs_w else None
-        db = BiasGradient(bias, slices) if needs_b else None
+        dws = [WeightGradient(weight) if needed else None for weight, needed in zip(weights, needs)]
+        dbs = [BiasGradient(bias, slices) if needed else None for bias, needed in zip(biases, needs[len(weights) :])]
         with how.peers.call("matmul_reduce_scatter backward") as call:
             header = how.header(call, x.dtype)
             for piece, dy in gather(call, header, grads[0].contiguous(), slices, check=how.check):
+                dys = dy.split([len(weight) for weight in weights], -1)
                 if dx is not None:
-                    torch.mm(dy.flatten(0, 1), weight, out=dx[piece.rows].flatten(0, 1))
-                if dw is not None:
-                    dw.add(dy, x[piece.rows])
-                if db is not None:
-                    db.add(piece, dy)
-        return None, None, None, dx, dw and dw.result(), db and db.result()
+                    input_gradient(dys, weights, dx[piece.rows])
+                for one, dw, db in zip(dys, dws, dbs):
+                    if dw is not None:
+                        dw.add(one, x[piece.rows])
+                    if db is not None:
+                        db.add(piece, one)
+        return None, None, None, None, dx, *(dw and dw.result() for dw in dws), *(db and db.result() for db in dbs)
 
 
 class MatmulAllReduce(torch.autograd.Function):
-    """x (rows, inner, K), weight (F, K), bias (F,) -> (rows, inner, F), its foreign rows still arriving."""
+    """x (rows, inner, K), weights (F, K), biases (F,) -> (rows, inner, sum of F), foreign rows still arriving."""
 
     @staticmethod
     def forward(
@@ -82,15 +99,16 @@ class MatmulAllReduce(torch.autograd.Function):
         how: How,
         slices: Slices,
         transfers: list[Transfer],
+        num_weights: int,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        *rest: Tensor | None,
     ) -> Tensor:
         """Sums are scattered to the owners of rows, who send them to everyone; `transfers` gets these."""
-        ctx.save_for_backward(x, weight)
-        out = x.new_empty(slices.total, x.shape[1], weight.shape[0])
+        weights, biases = rest[:num_weights], rest[num_weights:]
+        ctx.save_for_backward(x, *weights)
         with how.peers.resume(call):
-            own = _scattered(call, how, slices, x, weight, bias)
+            own = _scattered(call, how, slices, x, weights, biases)  # type: ignore[arg-type]
+            out = x.new_empty(slices.total, *own.shape[1:])
             header = how.header(call, x.dtype)
             transfers += send_everywhere(call, header, own, slices, out, check=how.check)
         return out
@@ -98,10 +116,14 @@ class MatmulAllReduce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Nothing is sent: the output's gradient is whole on every rank."""
-        x, weight = ctx.saved_tensors
-        needs_x, needs_w, needs_b = ctx.needs_input_grad[4:]
-        dy = grads[0].flatten(0, 1)
-        dx = (dy @ weight).view_as(x) if needs_x else None
-        dw = dy.t() @ x.flatten(0, 1) if needs_w else None
-        return None, None, None, None, dx, dw, dy.sum(0) if needs_b else None
+        """Nothing is sent: the outputs' gradient is whole on every rank."""
+        x, *weights = ctx.saved_tensors
+        needs_x, needs = ctx.needs_input_grad[5], ctx.needs_input_grad[6:]
+        dys = grads[0].split([len(weight) for weight in weights], -1)
+        dx = torch.empty_like(x) if needs_x else None
+        if dx is not None:
+            input_gradient(dys, weights, dx)
+        flat = x.flatten(0, 1)
+        dws = [dy.flatten(0, 1).t() @ flat if needed else None for dy, needed in zip(dys, needs)]
+        dbs = [dy.sum((0, 1)) if needed else None for dy, needed in zip(dys, needs[len(weights) :])]
+        return None, None, None, None, None, dx, *dws, *dbs

@@ -86,7 +86,7 @@ def refuse(how: str) -> tuple[str, str, bool]:
             "far dim": lambda: matmul_reduce_scatter(x, w, group, dim=4),
             "dtype": lambda: all_gather_matmul(x, w.double(), group),
             "integers": lambda: all_gather_matmul(x.long(), w.long(), group),
-            "bias": lambda: matmul_all_reduce(x, w, group, bias=torch.ones(3)),
+            "bias": lambda: matmul_all_reduce(x, w, group, biases=torch.ones(3)),
             "biases": lambda: replicate_matmul(x, [w, w], group, biases=[None]),
             "no weight": lambda: all_gather_matmul(x, [], group),
             "schedule": lambda: all_gather_matmul(x, w, group, schedule="circle"),

@@ -94,61 +94,93 @@ def column(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> None
 
 
 def row(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """matmul_reduce_scatter: features[0][r] input features on rank r, rows[r] of the output's rows."""
+    """matmul_reduce_scatter: features[0][r] input features on rank r, rows[r] of the output's rows.
+
+    Weight w has k + w output features; every second one has no bias; outputs of one weight come alone.
+    """
     group, dim = group or dist.group.WORLD, case["dim"]
     part = part_of(group)
     draw, rows, ks = Draw(case["seed"]), case["rows"], case["features"][0]
     needs_x, needs_w, needs_b = case["needs"]
     x = leaf(draw(*x_shape(case, sum(rows), sum(ks))), needs_x)
-    weight = leaf(draw(case["k"], sum(ks)), needs_w)
-    bias = leaf(draw(case["k"]), needs_b) if case["bias"] else None
-    y = F.linear(x, weight, bias)
-    load = draw(*y.shape)
-    if y.requires_grad:
-        (y * load).sum().backward()
+    weights, biases = row_parameters(case, draw)
+    ys = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+    loads = [draw(*y.shape) for y in ys]
+    loss = sum((y * load).sum() for y, load in zip(ys, loads))
+    if loss.requires_grad:
+        loss.backward()
 
-    mine, my_w = leaf(part(x, ks, -1), needs_x), leaf(part(weight, ks, -1), needs_w)
-    my_b = None if bias is None else leaf(bias, needs_b)
+    mine, my_ws = leaf(part(x, ks, -1), needs_x), [leaf(part(weight, ks, -1), needs_w) for weight in weights]
+    my_bs = [None if bias is None else leaf(bias, needs_b) for bias in biases]
     sizes = None if case["sizes"] == "equal" else rows
-    out = matmul_reduce_scatter(mine, my_w, group, dim=dim, bias=my_b, sizes=sizes, **settings_of(case))
-    same("y", out, part(y, rows, dim))
-    if out.requires_grad:
-        (out * part(load, rows, dim)).sum().backward()
+    outs = row_outputs(matmul_reduce_scatter, mine, my_ws, group, my_bs, dim=dim, sizes=sizes, **settings_of(case))
+    for out, y in zip(outs, ys):
+        same("y", out, part(y, rows, dim))
+    loss = sum((out * part(load, rows, dim)).sum() for out, load in zip(outs, loads))
+    if loss.requires_grad:
+        loss.backward()
     if needs_x:
         same("x.grad", mine.grad, part(x.grad, ks, -1))
-    if needs_w:
-        same("weight.grad", my_w.grad, part(weight.grad, ks, -1))
-    if needs_b and bias is not None:
-        same("bias.grad", my_b.grad, bias.grad)
-        everyones = [torch.empty_like(my_b.grad) for _ in ks]
-        dist.all_gather(everyones, my_b.grad, group=group)
-        if case["schedule"] != "plain":
-            assert all(torch.equal(grad, my_b.grad) for grad in everyones)
+    for weight, my_w, bias, my_b in zip(weights, my_ws, biases, my_bs):
+        if needs_w:
+            same("weight.grad", my_w.grad, part(weight.grad, ks, -1))
+        if needs_b and bias is not None:
+            same("bias.grad", my_b.grad, bias.grad)
+            everyones = [torch.empty_like(my_b.grad) for _ in ks]
+            dist.all_gather(everyones, my_b.grad, group=group)
+            if case["schedule"] != "plain":
+                assert all(torch.equal(grad, my_b.grad) for grad in everyones)
+
+
+def row_parameters(case: dict[str, Any], draw: Draw) -> tuple[list[Tensor], list[Tensor | None]]:
+    num_weights, num_features = len(case["features"]), sum(case["features"][0])
+    _, needs_w, needs_b = case["needs"]
+    weights = [leaf(draw(case["k"] + w, num_features), needs_w) for w in range(num_weights)]
+    with_bias = [case["bias"] and w % 2 == 0 for w in range(num_weights)]
+    return weights, [leaf(draw(len(w)), needs_b) if has else None for w, has in zip(weights, with_bias)]
+
+
+def row_outputs(
+    operation: Callable[..., Any],
+    x: Tensor,
+    weights: list[Tensor],
+    group: dist.ProcessGroup,
+    biases: list[Tensor | None],
+    **options: Any,
+) -> list[Tensor]:
+    """One weight is given alone, and its output comes alone."""
+    if len(weights) > 1:
+        return operation(x, weights, group, biases=biases, **options)
+    return [operation(x, weights[0], group, biases=biases[0], **options)]
 
 
 def all_reduce(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """matmul_all_reduce: as `row`, with every row of the output on every rank."""
+    """matmul_all_reduce: as `row`, with every row of the outputs on every rank."""
     group = group or dist.group.WORLD
     part = part_of(group)
     draw, ks = Draw(case["seed"]), case["features"][0]
+    case = {**case, "needs": (1, 1, 1)}
     x = leaf(draw(*x_shape(case, sum(case["rows"]), sum(ks))))
-    weight, bias = leaf(draw(case["k"], sum(ks))), leaf(draw(case["k"])) if case["bias"] else None
-    y = F.linear(x, weight, bias)
-    load = draw(*y.shape)
-    (y * load).sum().backward()
+    weights, biases = row_parameters(case, draw)
+    ys = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+    loads = [draw(*y.shape) for y in ys]
+    sum((y * load).sum() for y, load in zip(ys, loads)).backward()
 
-    mine, my_w, my_b = leaf(part(x, ks, -1)), leaf(part(weight, ks, -1)), None if bias is None else leaf(bias)
-    pending = matmul_all_reduce_start(mine, my_w, group, bias=my_b, **settings_of(case))
-    other = matmul_all_reduce_start(mine, my_w, group, bias=my_b, **settings_of(case))
-    out = pending.wait()
-    assert pending.wait() is out
-    same("y", out, y)
-    same("the call in between", other.wait(), y)
-    (out * load).sum().backward()
+    mine, my_ws = leaf(part(x, ks, -1)), [leaf(part(weight, ks, -1)) for weight in weights]
+    my_bs = [None if bias is None else leaf(bias) for bias in biases]
+    pending = matmul_all_reduce_start(mine, my_ws, group, biases=my_bs, **settings_of(case))
+    other = matmul_all_reduce_start(mine, my_ws[0], group, biases=my_bs[0], **settings_of(case))
+    outs = pending.wait()
+    assert pending.wait() is outs
+    for out, y in zip(outs, ys):
+        same("y", out, y)
+    same("the call in between", other.wait(), ys[0])
+    sum((out * load).sum() for out, load in zip(outs, loads)).backward()
     same("x.grad", mine.grad, part(x.grad, ks, -1))
-    same("weight.grad", my_w.grad, part(weight.grad, ks, -1))
-    if bias is not None:
-        same("bias.grad", my_b.grad, bias.grad)
+    for weight, my_w, bias, my_b in zip(weights, my_ws, biases, my_bs):
+        same("weight.grad", my_w.grad, part(weight.grad, ks, -1))
+        if bias is not None:
+            same("bias.grad", my_b.grad, bias.grad)
 
 
 def weight_gather(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:

@@ -39,7 +39,7 @@ def direct_sum_in_fixed_order(dtype: torch.dtype) -> None:
         total += x[16 * rank : 16 * (rank + 1), columns].contiguous() @ weight[:, columns].contiguous().t()
     expected = (total + bias).to(dtype)
     mine, my_weight, _ = problem(dtype)
-    got = matmul_reduce_scatter(mine, my_weight, dist.group.WORLD, bias=bias, schedule="direct")
+    got = matmul_reduce_scatter(mine, my_weight, dist.group.WORLD, biases=bias, schedule="direct")
     assert torch.equal(got, expected)
 
 
