@@ -1,14 +1,15 @@
 """Data parallelism whose gradients leave during backward and leave no tail.
 
 `GradientReducer` sends each bucket as soon as backward has made it, every shard straight to its owner. The
-gradient that backward makes last, a first layer's weight, is computed slice by slice for its owners, the own
-slice last, so that something is left to compute while the last messages travel. With `late_bound` the pieces
+weight gradients of some layers are computed slice by slice for their owners, and the own slices, which need no
+message, when backward is over: so something is left to compute while the last messages travel, an embedding's
+among them. Shards of parameters are published behind the next forward. With `late_bound` the pieces
 are kept as they came and weighted when the weights are known. The hazard: the group must be the reducer's
 own, and `finish` must follow every backward. Source: the data-parallel row of this library's schedules;
 "late-bound reduction".
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -35,8 +36,11 @@ class GradientReducer:
             Parameters that are DTensors are reduced by their local parts.
         group: a group of its own: no other operation may use it.
         bucket_bytes: gradients are sent in buckets of this size, in the reverse order of registration.
-        last: the `nn.Linear` whose weight gradient backward makes last, if there is one: it is computed row
-            slice by row slice, each sent to its owner at once, own last. It must run once per backward.
+        last: the `nn.Linear` layers, one or several, whose weight gradients are computed row slice by row
+            slice: others' rows in the backward, each sent to its owner at once, the own rows in `finish`,
+            beside what is still on its way. Take some that backward comes to late, with products as long as
+            sending what comes after them, embeddings included. Each must run once per backward; its input and
+            its output's gradient are kept until `finish`.
         sharded: leave each rank the gradient of its own shard, in `owned`, instead of every gradient
             everywhere.
         late_bound: keep every rank's pieces apart until `settle` or `fold` says what they are worth;
@@ -62,28 +66,32 @@ class GradientReducer:
         group: dist.ProcessGroup,
         *,
         bucket_bytes: int = 25 << 20,
-        last: nn.Linear | None = None,
+        last: nn.Linear | Sequence[nn.Linear] = (),
         sharded: bool = False,
         late_bound: bool = False,
         average: bool = True,
         check: bool = True,
     ) -> None:
         self._peers = peers_of(group)
-        self._late_bound, self._check, self._last = late_bound, check, last
+        self._late_bound, self._check = late_bound, check
         self._scale = 1.0 / self._peers.world_size if average and not late_bound else 1.0
         parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise ValueError("the module has no parameter that needs a gradient")
-        if last is not None and not any(m is last for m in module.modules()):
-            raise ValueError("last must be a linear layer of the module")
-        rest = [p for p in reversed(parameters) if last is None or p is not last.weight]
+        layers = [last] if isinstance(last, nn.Module) else list(last)
+        if not all(any(m is layer for m in module.modules()) for layer in layers):
+            raise ValueError("last must be a linear layer of the module, or several of them")
+        rest = [p for p in reversed(parameters) if not any(p is layer.weight for layer in layers)]
         self._buckets = in_buckets(rest, bucket_bytes, self._peers.world_size)
-        if last is not None:
-            rows = slice_sizes(len(local(last.weight)), self._peers.world_size)
-            width = local(last.weight).shape[1]
-            self._buckets.append(Bucket([last.weight], Slices(tuple(count * width for count in rows))))
-            sliced = SlicedWeight(last, self._buckets[-1], self._peers, self._launch_last, lambda: self._accumulating)
-            last.forward = sliced.forward  # type: ignore[method-assign]
+        self._sliced: dict[int, SlicedWeight] = {}
+        for layer in layers:
+            number = len(self._buckets)
+            launch = partial(self._launch, number)
+            self._sliced[number] = SlicedWeight(layer, self._peers, launch, lambda: self._accumulating)
+            self._buckets.append(self._sliced[number].bucket)
+        first_of = {id(p): place for place, p in enumerate(parameters)}
+        places = [min(first_of[id(p)] for p in bucket.parameters) for bucket in self._buckets]
+        self._by_use = sorted(range(len(places)), key=places.__getitem__)
         self.owned = [self._owned_shard(bucket) for bucket in self._buckets] if sharded else []
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
@@ -92,6 +100,7 @@ class GradientReducer:
         ]
         self._handles += [m.register_forward_pre_hook(self._await_parameters) for m in module.modules()]
         self._thread = ThreadPoolExecutor(1, "stretto gradients")
+        self._traded: dict[int, Future[Tensor]] = {}
         self._accumulating = False
         self._pieces: list[list[Future[Tensor]]] = [[] for _ in self._buckets]
         self._sums: list[Tensor] = []
@@ -114,8 +123,13 @@ class GradientReducer:
         Then every gradient (or the own shards') is the sum or the average over ranks; with `late_bound` every
         piece is with its owner, and the parameters' gradients are None again.
         """
-        for index, bucket in enumerate(self._buckets):
+        for index in range(len(self._buckets)):
             self._launch_up_to(index, whole=True)
+        for index, trade in self._traded.items():
+            own = self._sliced[index].own()
+            self._pieces[index].append(self._thread.submit(self._complete, self._buckets[index], trade, own))
+        self._traded.clear()
+        for bucket in self._buckets:
             bucket.ready.clear()
             bucket.launched = False
         results = [pieces[-1].result() for pieces in self._pieces]
@@ -193,7 +207,7 @@ class GradientReducer:
 
         The next forward of each layer waits for its parameters; `wait` waits for all of them here.
         """
-        for index in reversed(range(len(self._buckets))):
+        for index in self._by_use:
             bucket, owned = self._buckets[index], self.owned[index].detach().clone()
             task = partial(spread, self._peers, bucket, owned, check=self._check)
             self._published[index] = self._thread.submit(task)
@@ -205,8 +219,8 @@ class GradientReducer:
         self._receive(list(self._published))
         for handle in self._handles:
             handle.remove()
-        if self._last is not None:
-            del self._last.forward
+        for sliced in self._sliced.values():
+            del sliced.layer.forward
         self._thread.shutdown()
 
     def _owned_shard(self, bucket: Bucket) -> nn.Parameter:
@@ -237,19 +251,17 @@ class GradientReducer:
         bucket.launched = True
         if self._late_bound:
             bucket.drop_gradients()
-        self._pieces[number].append(self._thread.submit(self._reduce, bucket, make))
+        trade = self._thread.submit(trade_pieces, self._peers, bucket, make, check=self._check)
+        if number in self._sliced and self._sliced[number].waits:
+            self._traded[number] = trade
+        else:
+            self._pieces[number].append(self._thread.submit(self._complete, bucket, trade, None))
 
-    def _is_accumulating(self) -> bool:
-        return self._accumulating
-
-    def _launch_last(self, make: Callable[[int], Tensor]) -> None:
-        if self._buckets[-1].launched:
-            raise RuntimeError("the layer that was given as `last` ran twice in one backward")
-        self._launch(len(self._buckets) - 1, make)
-
-    def _reduce(self, bucket: Bucket, make: Callable[[int], Tensor]) -> Tensor:
+    def _complete(self, bucket: Bucket, trade: "Future[Tensor]", own: Tensor | None) -> Tensor:
         """In the thread: pieces (world_size, own elements); or the own sum; or every sum, flat."""
-        pieces = trade_pieces(self._peers, bucket, make, check=self._check)
+        pieces = trade.result()
+        if own is not None:
+            pieces[self._peers.rank] = own
         if self._late_bound:
             return pieces
         shard = sum_in_order(pieces, self._peers.rank).mul_(self._scale)

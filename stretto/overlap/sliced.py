@@ -1,9 +1,10 @@
 """A linear layer whose weight gradient is computed row slice by row slice for the ranks that own the rows.
 
-It is for the layer that backward comes to last: with its gradient made in one piece, nothing would be left to
-compute while it travels. Others' rows are computed first and each leaves at once, own rows last. The hazard:
-the gradient goes to its owners and not to `weight.grad`. Source: the data-parallel row of this library's
-schedules.
+Others' rows are computed in the backward and leave at once; the own rows need no message and wait until
+backward is over, so that something is left to compute while its last messages travel: those of an embedding,
+say, whose gradient is made last and is no product. The hazard: the gradient goes to its owners and not to
+`weight.grad`, and the layer's input and its output's gradient are kept until then. Source: the data-parallel
+row of this library's schedules.
 """
 
 from collections.abc import Callable
@@ -15,30 +16,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from stretto.overlap.buckets import Bucket
+from stretto.overlap.buckets import Bucket, local
 from stretto.overlap.p2p import Peers
-from stretto.overlap.routes import route
+from stretto.overlap.routes import Slices, route, slice_sizes
 
 __all__ = ["SlicedWeight"]
 
+Launch = Callable[[Callable[[int], Tensor]], None]
+
 
 class SlicedWeight:
-    """Stands in for the forward of `layer`, whose weight (F, K) is the only parameter of `bucket`.
+    """Stands in for the forward of `layer`, whose weight (F, K) becomes the only parameter of `bucket`.
 
-    `launch(make)` starts a trade in which `make(peer)` waits until the peer's rows were computed. While
-    `accumulating()` the gradient is an ordinary one.
+    `launch(make)` starts a trade in which `make(peer)` waits until the peer's rows were computed; `own` gives
+    the rows that stay. While `accumulating()` the gradient is an ordinary one.
     """
 
-    def __init__(
-        self,
-        layer: nn.Linear,
-        bucket: Bucket,
-        peers: Peers,
-        launch: Callable[[Callable[[int], Tensor]], None],
-        accumulating: Callable[[], bool],
-    ) -> None:
+    def __init__(self, layer: nn.Linear, peers: Peers, launch: Launch, accumulating: Callable[[], bool]) -> None:
+        rows = slice_sizes(len(local(layer.weight)), peers.world_size)
+        width = local(layer.weight).shape[1]
+        self.bucket = Bucket([layer.weight], Slices(tuple(count * width for count in rows)))
         self.layer, self.accumulating = layer, accumulating
-        self._bucket, self._peers, self._launch = bucket, peers, launch
+        self._peers, self._launch = peers, launch
+        self._kept: tuple[Tensor, Tensor, Tensor | None] | None = None
+        layer.forward = self.forward  # type: ignore[method-assign]
+
+    @property
+    def waits(self) -> bool:
+        """Whether the own rows are still to be computed."""
+        return self._kept is not None
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., F), as the layer's own."""
@@ -49,23 +55,36 @@ class SlicedWeight:
         return result
 
     def send(self, dy: Tensor, x: Tensor) -> None:
-        """Compute the gradient of dy (n, F) and x (n, K) in the order of its owners, own rows last."""
+        """Compute others' rows of the gradient of dy (n, F) and x (n, K), in the order of their owners."""
         rank, world_size = self._peers.rank, self._peers.world_size
-        before, width = self.layer.weight.grad, self.layer.weight.shape[1]
         made: list[Future[Tensor]] = [Future() for _ in range(world_size)]
+        made[rank].set_result(dy.new_empty(self.bucket.slices.sizes[rank]))  # `own` comes in its place
+        if self.bucket.launched:
+            raise RuntimeError("a layer that was given as `last` ran twice in one backward")
+        self._kept = (dy, x, self.layer.weight.grad)
         self._launch(lambda peer: made[peer].result())
         try:
-            for step in range(world_size):
+            for step in range(world_size - 1):
                 owner = route("scatter", "direct", rank, world_size, step).compute
-                elements = self._bucket.slices.rows(owner)
-                rows = slice(elements.start // width, elements.stop // width)
-                piece = dy[:, rows].t() @ x
-                made[owner].set_result((piece if before is None else piece + before[rows]).flatten())
+                made[owner].set_result(self._rows_of(owner, *self._kept))
         except BaseException as error:
             for future in made:
                 if not future.done():
                     future.set_exception(error)
             raise
+
+    def own(self) -> Tensor | None:
+        """The own rows of the gradient, flat, computed now; None if nothing was sent since the last time."""
+        if self._kept is None:
+            return None
+        kept, self._kept = self._kept, None
+        return self._rows_of(self._peers.rank, *kept)
+
+    def _rows_of(self, owner: int, dy: Tensor, x: Tensor, before: Tensor | None) -> Tensor:
+        elements, width = self.bucket.slices.rows(owner), x.shape[1]
+        rows = slice(elements.start // width, elements.stop // width)
+        piece = dy[:, rows].t() @ x
+        return (piece if before is None else piece + before[rows]).flatten()
 
 
 class _SlicedLinear(torch.autograd.Function):
@@ -80,9 +99,11 @@ class _SlicedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         dy, inputs = grads[0].flatten(0, -2), x.flatten(0, -2)
+        dw = None
+        if ctx.sliced.accumulating():
+            dw = dy.t() @ inputs
+        else:
+            ctx.sliced.send(dy, inputs)
         dx = grads[0] @ weight if ctx.needs_input_grad[1] else None
         db = dy.sum(0) if ctx.needs_input_grad[3] else None
-        if ctx.sliced.accumulating():
-            return None, dx, dy.t() @ inputs, db
-        ctx.sliced.send(dy, inputs)
-        return None, dx, None, db
+        return None, dx, dw, db

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stretto.overlap import GradientReducer, ReductionThread, reduce_bucket
 from stretto.overlap.p2p import Lane
+from stretto.overlap.sliced import SlicedWeight
 from tests.overlap.matmul_cases import Draw, same
 
 
@@ -53,7 +54,7 @@ def compare(mine: nn.Module, whole: nn.Module, name: str = "") -> None:
 
 
 def options_of(case: dict[str, Any], mine: Model) -> dict[str, Any]:
-    return {"bucket_bytes": case["bucket_bytes"], "last": mine.first if case["last"] else None}
+    return {"bucket_bytes": case["bucket_bytes"], "last": [getattr(mine, name) for name in case["last"]]}
 
 
 def summed(case: dict[str, Any]) -> None:
@@ -184,6 +185,12 @@ def order_of_events() -> tuple[list[str], list[tuple[str, int]]]:
     """What was sent by when: payload posts in the thread beside gradients and products in the backward."""
     mine, _ = models()
     events: list[str] = []
+    own = SlicedWeight.own
+
+    def noted_own(sliced: SlicedWeight) -> Tensor | None:
+        events.append("own rows")
+        return own(sliced)
+
     products: list[tuple[str, int]] = []
     reducer = GradientReducer(mine, dist.group.WORLD, bucket_bytes=1, last=mine.first)
     mine.out.weight.register_post_accumulate_grad_hook(lambda _: time.sleep(0.2))
@@ -196,7 +203,7 @@ def order_of_events() -> tuple[list[str], list[tuple[str, int]]]:
         products.append(("sent", outgoing.numel()))
         return post(lane, step, subslice, outgoing, incoming)
 
-    with mock.patch.object(Lane, "post", noted):
+    with mock.patch.object(Lane, "post", noted), mock.patch.object(SlicedWeight, "own", noted_own):
         losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum().backward()
         reducer.finish()
     reducer.close()
@@ -228,6 +235,11 @@ def misuse() -> None:
         GradientReducer(nn.ReLU(), group)
     with pytest.raises(ValueError, match="last must be a linear layer"):
         GradientReducer(mine, group, last=nn.Linear(2, 2))
+    reducer = GradientReducer(mine, group, last=[mine.first, mine.shared])
+    with pytest.raises(RuntimeError, match="ran twice in one backward"):
+        losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum().backward()
+    reducer.finish()
+    reducer.close()
 
 
 def different_models() -> tuple[str, str]:

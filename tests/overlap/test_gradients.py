@@ -16,7 +16,7 @@ WORLDS = [1, 2, 3, 4, 5, 8]
 cases = st.fixed_dictionaries(
     {
         "bucket_bytes": st.sampled_from([1, 200, 1 << 20]),
-        "last": st.booleans(),
+        "last": st.sampled_from([(), ("first",), ("first", "out")]),
         "average": st.booleans(),
         "seed": st.integers(0, 99),
     }
@@ -41,7 +41,9 @@ def test_the_hook_of_ddp_averages(ranks: Ranks, num_ranks: int) -> None:
 
 def test_buckets_leave_during_backward_and_the_last_weight_leaves_slice_by_slice(ranks: Ranks) -> None:
     for rank, (events, sent) in enumerate(ranks.run(3, gradient_cases.order_of_events)):
-        assert "sent" in events[: events.index("the last ordinary gradient")]
+        last = events.index("the last ordinary gradient")
+        assert "sent" in events[:last]
+        assert events.index("own rows") > last
         rows_of_peer = [2, 2, 1][(rank + 1) % 3], [2, 2, 1][(rank + 2) % 3]
         slices = [("sent", 3 * rows) for rows in rows_of_peer]
         assert any(sent[i : i + 2] == slices for i in range(len(sent)))
