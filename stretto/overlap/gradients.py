@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from stretto.overlap.buckets import Bucket, in_buckets, local, spread, sum_in_order, trade_pieces
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import peers_of
-from stretto.overlap.routes import Slices, slice_sizes
 from stretto.overlap.sliced import SlicedWeight
 
 __all__ = ["GradientReducer"]
