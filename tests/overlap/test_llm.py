@@ -1,0 +1,76 @@
+"""The language model of the examples learns the same over several ranks as in one process."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PARALLEL = {"dp": 2, "up": 2}
+
+
+@pytest.fixture(autouse=True)
+def _examples_are_importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def train(options):
+    import llm
+
+    return llm.train(llm.Settings(**options))
+
+
+def refusal(options):
+    with pytest.raises(ValueError) as refused:
+        train(options)
+    return str(refused.value)
+
+
+@functools.cache
+def one_process(steps):
+    return train({"steps": steps})
+
+
+def compare(ranks, parallel, steps):
+    results = ranks.run(PARALLEL[parallel], train, {"parallel": parallel, "steps": steps}, timeout_s=300)
+    expected = one_process(steps)
+    for losses in results:
+        assert [loss for loss, _ in losses] == pytest.approx([loss for loss, _ in expected], rel=0, abs=1e-5)
+        assert [norm for _, norm in losses] == pytest.approx([norm for _, norm in expected], rel=1e-4)
+    return results
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_losses_and_norms_are_those_of_one_process(ranks, parallel):
+    compare(ranks, parallel, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_fifty_steps_stay_those_of_one_process_and_learn(ranks, parallel):
+    for losses in compare(ranks, parallel, 50):
+        assert losses[-1][0] < 0.5 * losses[0][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"parallel": "dp", "batch": 3}, "--batch 3 cannot be split over 2 ranks"),
+        ({"parallel": "up", "length": 127}, "--length 127 cannot be split over 2 ranks"),
+        ({"parallel": "none"}, "--parallel none does not go with 2 ranks"),
+    ],
+)
+def test_settings_that_do_not_fit_the_ranks_are_refused(ranks, options, text):
+    for message in ranks.run(2, refusal, options):
+        assert text in message
+
+
+def test_a_wrong_setting_is_one_line_and_exit_code_2():
+    command = [sys.executable, EXAMPLES / "llm.py", "--parallel", "dp"]
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 2
+    assert ended.stderr == "llm.py: --parallel dp does not go with 1 ranks; see --help\n"
