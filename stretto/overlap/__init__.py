@@ -10,18 +10,27 @@ from stretto.overlap.attention import (
     attention_all_to_all,
     attention_reduce_scatter,
     matmul_all_to_all,
+    repeat_kv_heads,
     scaled_dot_product_attention,
     split_heads,
 )
+from stretto.overlap.cross_entropy import causal_lm_loss, vocab_cross_entropy
 from stretto.overlap.ddp import ReductionThread, reduce_bucket
 from stretto.overlap.faults import PeerError
 from stretto.overlap.gradients import GradientReducer
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear
 from stretto.overlap.plans import OverlapColwise, OverlapRowwise, parallelize
+from stretto.overlap.shipped import LLAMA, LLAMA_TP, QWEN2, QWEN2_TP, QWEN3, QWEN3_TP
 from stretto.overlap.weights import weight_gather_matmul
 
 __all__ = [
+    "LLAMA",
+    "LLAMA_TP",
+    "QWEN2",
+    "QWEN2_TP",
+    "QWEN3",
+    "QWEN3_TP",
     "ColumnLinear",
     "GradientReducer",
     "LinearOptions",
@@ -34,14 +43,17 @@ __all__ = [
     "all_gather_matmul",
     "attention_all_to_all",
     "attention_reduce_scatter",
+    "causal_lm_loss",
     "matmul_all_reduce",
     "matmul_all_reduce_start",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "parallelize",
     "reduce_bucket",
+    "repeat_kv_heads",
     "replicate_matmul",
     "scaled_dot_product_attention",
     "split_heads",
+    "vocab_cross_entropy",
     "weight_gather_matmul",
 ]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.overlap import reference
+from stretto.overlap.heads import repeat_kv_heads, split_heads
 from stretto.overlap.inputs import (
     Sizes,
     check_heads,
@@ -34,25 +35,10 @@ __all__ = [
     "attention_all_to_all",
     "attention_reduce_scatter",
     "matmul_all_to_all",
+    "repeat_kv_heads",
     "scaled_dot_product_attention",
     "split_heads",
 ]
-
-
-def split_heads(num_heads: int, world_size: int, num_kv_heads: int | None = None) -> tuple[list[int], list[int]]:
-    """How many query and key-value heads each rank has: as even as can be, the first have more.
-
-    A rank's query heads are those of its key-value heads. `ValueError` if there are fewer of either than
-    ranks, or if `num_kv_heads` does not divide `num_heads`.
-    """
-    kv = num_heads if num_kv_heads is None else num_kv_heads
-    if kv < world_size:
-        which = "num_heads" if num_kv_heads is None else "num_kv_heads"
-        raise ValueError(f"{which}={kv} cannot be split over {world_size} ranks; use at most {kv} ranks")
-    if num_heads % kv:
-        raise ValueError(f"num_kv_heads={kv} does not divide num_heads={num_heads}")
-    kv_heads = [kv // world_size + (rank < kv % world_size) for rank in range(world_size)]
-    return [num_heads // kv * heads for heads in kv_heads], kv_heads
 
 
 @outside_of_graphs

@@ -38,6 +38,12 @@ _OPERATIONS = (
     "parameter gather",
     "weight_gather_matmul",
     "weight_gather_matmul backward",
+    "sizes",
+    "shared weight rows",
+    "shared weight rows backward",
+    "vocab_embedding",
+    "vocab_embedding backward",
+    "vocab_cross_entropy",
 )
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 _SCHEDULES = ("plain", "ring", "direct")

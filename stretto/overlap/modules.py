@@ -12,11 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from stretto.overlap.all_reduce import matmul_all_reduce, replicate_matmul
+from stretto.overlap.all_reduce import matmul_all_reduce_start, replicate_matmul
+from stretto.overlap.follower import Follower
+from stretto.overlap.inputs import Sizes
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
-from stretto.overlap.routes import Schedule
+from stretto.overlap.p2p import peers_of
+from stretto.overlap.routes import Schedule, slice_sizes
+from stretto.overlap.sharding import Sharded, shard_parameters, shard_state
+from stretto.overlap.shared_rows import SharedRows, shared_rows
 
 __all__ = ["ColumnLinear", "LinearOptions", "RowLinear", "SharedGather", "mesh_of"]
 
@@ -46,6 +51,8 @@ class _ParallelLinear(nn.Linear):
     mesh: DeviceMesh
     options: LinearOptions
     placements: ClassVar[dict[str, Placement]]
+    used_rows: SharedRows | None = None
+    """Rows that this rank's heads use, where they are not those of its shard."""
 
     def __init__(
         self,
@@ -62,40 +69,35 @@ class _ParallelLinear(nn.Linear):
         self._shard(mesh_of(group, self.weight.device), options or LinearOptions())
 
     @classmethod
-    def adopt(cls, linear: nn.Linear, mesh: DeviceMesh, options: LinearOptions) -> None:
+    def adopt(
+        cls, linear: nn.Linear, mesh: DeviceMesh, options: LinearOptions, sharded: Sharded | None = None
+    ) -> None:
         """Turn a linear layer into a parallel one in place; rank 0's values are everyone's."""
         linear.__class__ = cls
         assert isinstance(linear, _ParallelLinear)
-        linear._shard(mesh, options)
+        linear._shard(mesh, options, sharded)
 
     def extra_repr(self) -> str:
         """As of nn.Linear, and over how many ranks."""
         return f"{super().extra_repr()}, ranks={self.mesh.size()}"
 
-    def _shard(self, mesh: DeviceMesh, options: LinearOptions) -> None:
+    def _shard(self, mesh: DeviceMesh, options: LinearOptions, sharded: Sharded | None = None) -> None:
         self.mesh, self.options = mesh, options
-        for name, parameter in list(self.named_parameters(recurse=False)):
-            sharded = distribute_tensor(parameter.detach(), mesh, [self.placements[name]])
-            self.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        shard_parameters(self, self.placements, mesh, sharded)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        rank, size = self.mesh.get_local_rank(), self.mesh.size()
-        for name, placement in self.placements.items():
-            whole = state_dict.get(prefix + name)
-            if isinstance(whole, Tensor) and not isinstance(whole, DTensor):
-                local = whole
-                if isinstance(placement, Shard):
-                    chunks = whole.chunk(size, placement.dim)
-                    local = chunks[rank] if rank < len(chunks) else whole.narrow(placement.dim, 0, 0)
-                state_dict[prefix + name] = DTensor.from_local(
-                    local, self.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-                )
+        shard_state(state_dict, prefix, self.placements, self.mesh)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _local(self) -> tuple[Tensor, Tensor | None]:
         assert isinstance(self.weight, DTensor)
-        bias = self.bias
-        return self.weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else None
+        weight, bias = self.weight.to_local(), self.bias.to_local() if isinstance(self.bias, DTensor) else None
+        if self.used_rows is None:
+            return weight, bias
+        peers, check = peers_of(self.mesh.get_group()), self.options.check
+        if bias is not None:
+            bias = shared_rows(bias, self.used_rows, peers, check=check)
+        return shared_rows(weight, self.used_rows, peers, check=check), bias
 
 
 class ColumnLinear(_ParallelLinear):
@@ -106,8 +108,8 @@ class ColumnLinear(_ParallelLinear):
         x (..., rows, in_features), the same on every rank -> (..., rows, own features) without.
 
     weight: (out_features, in_features), DTensor, Shard(0). bias: (out_features,), DTensor, Shard(0).
-    Gradients, communication and errors: as `all_gather_matmul`, or `replicate_matmul`. x may be a DTensor
-    that is sharded by rows.
+    Gradients, communication and errors: as `all_gather_matmul`, or `replicate_matmul`. x may be a DTensor:
+    sharded by rows, whose numbers are then known without asking; or replicated, with all rows on every rank.
     """
 
     placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
@@ -133,13 +135,16 @@ class RowLinear(_ParallelLinear):
     """
 
     placements: ClassVar[dict[str, Placement]] = {"weight": Shard(1), "bias": Replicate()}
+    follower: Follower | None = None
+    """Behind whose forward the last half of the all-reduce hides; else it is waited for at once."""
 
     def forward(self, input: Tensor) -> Tensor:
         """One reduce-scatter, or one all-reduce."""
         weight, bias = self._local()
         group, options = self.mesh.get_group(), self.options
         if not options.sequence_parallel:
-            return matmul_all_reduce(input, weight, group, biases=bias, **options.of_call())
+            pending = matmul_all_reduce_start(input, weight, group, biases=bias, **options.of_call())
+            return pending.wait() if self.follower is None else self.follower.behind(pending)
         return matmul_reduce_scatter(input, weight, group, dim=-2, biases=bias, **options.of_call())
 
 
@@ -165,30 +170,34 @@ class SharedGather:
 
 
 def _column_outputs(layers: list[ColumnLinear], x: Tensor) -> list[Tensor]:
-    x = _local_rows(x)
     weights, biases = zip(*(layer._local() for layer in layers))
-    group, options = layers[0].mesh.get_group(), layers[0].options
-    if not options.sequence_parallel:
-        return replicate_matmul(x, weights, group, biases=biases, **options.of_call())
+    mesh, options = layers[0].mesh, layers[0].options
+    sizes: Sizes = "exchange" if options.uneven else None
+    if isinstance(x, DTensor):
+        if tuple(x.placements) == (Replicate(),):
+            whole = x.to_local()
+            return replicate_matmul(whole, weights, mesh.get_group(), biases=biases, **options.of_call())
+        x, sizes = _announced_rows(x, mesh)
+    elif not options.sequence_parallel:
+        return replicate_matmul(x, weights, mesh.get_group(), biases=biases, **options.of_call())
     return all_gather_matmul(
         x,
         weights,
-        group,
+        mesh.get_group(),
         dim=-2,
         biases=biases,
-        sizes="exchange" if options.uneven else None,
+        sizes=sizes,
         keep_gathered=options.keep_gathered,
         **options.of_call(),
     )
 
 
-def _local_rows(x: Tensor) -> Tensor:
-    if not isinstance(x, DTensor):
-        return x
-    if tuple(x.placements) != (Shard(x.ndim - 2),):
-        rows = x.ndim - 2
-        raise ValueError(f"x is a DTensor placed {x.placements}; a column layer takes Shard({rows}), its rows")
-    return x.to_local()
+def _announced_rows(x: DTensor, mesh: DeviceMesh) -> tuple[Tensor, list[int]]:
+    """The own rows of x and the number of every rank's."""
+    dim = x.ndim - 2
+    if tuple(x.placements) != (Shard(dim),):
+        raise ValueError(f"x is a DTensor placed {x.placements}; a column layer takes Shard({dim}), its rows")
+    return x.to_local(), slice_sizes(x.shape[dim], mesh.size())
 
 
 def mesh_of(group: dist.ProcessGroup | DeviceMesh, device: torch.device) -> DeviceMesh:

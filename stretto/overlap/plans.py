@@ -1,25 +1,45 @@
 """Plans: which modules of a model become parallel and how, as plain data or beside PyTorch's own styles.
 
 `parallelize` takes name patterns; `OverlapColwise` and `OverlapRowwise` go into
-`torch.distributed.tensor.parallel.parallelize_module`. Both work in place. The hazard: a pattern that misses
-leaves a layer whole, and the result wrong; so a pattern must match, and nothing may be matched twice.
+`torch.distributed.tensor.parallel.parallelize_module`. Both work in place. The hazard: what a plan does not
+name stays as it is, on every rank whole. Source: the plans of PyTorch's tensor parallelism, and torchtitan's.
 """
 
-import difflib
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from stretto.overlap.attention_heads import AttentionHeads, read_heads
+from stretto.overlap.dropout import PartDropout
+from stretto.overlap.follower import Follower
 from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear, SharedGather, mesh_of
+from stretto.overlap.patterns import Match, match_plan
+from stretto.overlap.replicated import replicate_parameters
+from stretto.overlap.rows import AnnouncedOutput, OwnRowsInput
+from stretto.overlap.sharding import Sharded
+from stretto.overlap.vocab import VocabEmbedding, VocabLinear
 
 __all__ = ["OverlapColwise", "OverlapRowwise", "parallelize"]
 
-_STYLES = ("column", "row", "sequence")
+_STYLES: dict[str, type | tuple[type, ...]] = {
+    "column": nn.Linear,
+    "row": nn.Linear,
+    "attention": nn.Module,
+    "sequence": nn.Module,
+    "sequence announced": nn.Module,
+    "heads": nn.Module,
+    "vocab": (nn.Embedding, nn.Linear),
+    "vocab whole": nn.Linear,
+    "replicate": nn.Module,
+    "rows": nn.Module,
+    "dropout rows": nn.Dropout,
+    "dropout features": nn.Dropout,
+}
+_WHOLE = ("sequence", "sequence announced", "heads", "replicate")
+_SEQUENCE_ONLY = ("sequence", "sequence announced", "rows", "dropout rows")
 
 
 def parallelize(
@@ -28,14 +48,37 @@ def parallelize(
     group: dist.ProcessGroup | DeviceMesh,
     options: LinearOptions | None = None,
 ) -> nn.Module:
-    """Make the linear layers of a model parallel, in place.
+    """Make the layers of a model parallel, in place.
+
+    A plan maps name patterns, each part of which may hold `*`, to what becomes of the modules they match:
+
+        "column", "row"     `nn.Linear`, cut by output or by input features. Names joined by `+` in the last
+                            part ("layers.*.attn.q+k+v") are column layers with one input, which share one
+                            gather.
+        "row > NAME"        without sequence sharding: the layer's last half hides behind the forward of the
+                            module NAME, which must not read the layer's output; the output is complete when
+                            NAME returns, and must not be read before. `*` in NAME stands for the same as in
+                            the pattern.
+        "attention"         a module that owns column layers (queries, keys, values): each rank has whole
+                            heads, and its head counts are set accordingly. With fewer key-value heads than
+                            ranks, ranks share them. With sequence sharding its input, own rows, is announced
+                            with the shape of all rows.
+        "vocab"             `nn.Embedding`, cut by vocabulary: takes all tokens, the same on every rank, and gives
+                            own rows, announced. `nn.Linear`: a column layer whose logits are a DTensor that
+                            has the own vocabulary, for `vocab_cross_entropy`. Both may share one weight.
+        "vocab whole"       `nn.Linear`: as well, with logits gathered, whole on every rank.
+        "sequence"          parameters used on own rows (norms): replicated, gradients summed over the group.
+        "sequence announced" as well, and its output is announced with the shape of all rows.
+        "heads"             parameters used on own heads (norms of queries): replicated, gradients summed.
+        "replicate"         parameters whose gradients are the same on every rank: replicated DTensors, so
+                            that a gradient norm over all parameters is exact.
+        "rows"              a module that takes announced rows as the plain rows they are.
+        "dropout rows", "dropout features"  `nn.Dropout` on own rows, or on own features behind a column
+                            layer: drawn as the one-process model does.
 
     Args:
         module: the model; rank 0's values become everyone's.
-        plan: name patterns, each part of which may hold `*`, and what becomes of the modules they match:
-            "column" or "row", for `nn.Linear`; "sequence" for a module whose parameters every rank has whole
-            and uses on its own rows (norms): their gradients are summed over the group. Names joined by `+`
-            in the last part ("layers.*.attn.q+k+v") are column layers with one input, which share one gather.
+        plan: as above.
         group: the ranks, or a one-dimensional mesh of them.
         options: how to communicate.
 
@@ -44,75 +87,110 @@ def parallelize(
 
     Raises:
         ValueError: for a pattern that matches nothing (near matches are named), a module that is matched
-            twice, or one that is not linear; nothing was changed.
+            twice or is none that the style is for, heads that the ranks do not divide, a parameter that is
+            shared with a module of another style; nothing was changed.
     """
     options = options or LinearOptions()
-    matched = match_plan(module, plan)
-    if not options.sequence_parallel and "sequence" in plan.values():
-        raise ValueError("'sequence' sums gradients of sharded rows; with sequence_parallel=False rows are whole")
-    device = next(module.parameters()).device
-    mesh = mesh_of(group, device)
-    for names, style in matched:
-        layers = [module.get_submodule(name) for name in names]
-        if style == "sequence":
-            for parameter in layers[0].parameters():
-                parameter.register_hook(_sum_over(mesh))
-            continue
-        for layer in layers:
-            assert isinstance(layer, nn.Linear)
-            (ColumnLinear if style == "column" else RowLinear).adopt(layer, mesh, options)
-        if len(layers) > 1:
-            shared = SharedGather([layer for layer in layers if isinstance(layer, ColumnLinear)])
-            for layer in shared.layers:
-                layer.shared = shared
+    matches = match_plan(module, plan, _STYLES)
+    _check_styles(matches, options)
+    _check_parameters(module, matches)
+    _check_embeddings(module, matches)
+    mesh = mesh_of(group, next(module.parameters()).device)
+    attentions = [_heads(module, match.names[0], matches, mesh) for match in matches if match.style == "attention"]
+    sharded: Sharded = {}
+    for match in matches:
+        _apply(module, match, mesh, options, sharded)
+    for attention in attentions:
+        attention.apply(module, mesh, options)
     return module
 
 
-def match_plan(module: nn.Module, plan: Mapping[str, str]) -> list[tuple[list[str], str]]:
-    """The modules that every pattern names, those that share a gather together, and their styles."""
-    modules = dict(module.named_modules())
-    found: list[tuple[list[str], str]] = []
-    taken: dict[str, str] = {}
-    for pattern, style in plan.items():
-        if style not in _STYLES:
-            raise ValueError(f"{pattern!r} asks for {style!r}; the styles are {', '.join(map(repr, _STYLES))}")
-        *parents, last = pattern.split(".")
-        siblings = last.split("+")
-        if len(siblings) > 1 and style != "column":
+def _check_styles(matches: list[Match], options: LinearOptions) -> None:
+    for match in matches:
+        if not options.sequence_parallel and match.style in _SEQUENCE_ONLY:
             raise ValueError(
-                f"{pattern!r} joins names by +, which is for column layers with one input, not {style!r}"
+                f"{match.pattern!r} asks for {match.style!r}, which is for sharded rows; "
+                f"with sequence_parallel=False rows are whole"
             )
-        matches = [name for name in modules if _matches(name, [*parents, siblings[0]])]
-        if not matches:
-            near = difflib.get_close_matches(pattern, [name for name in modules if name], n=3, cutoff=0.3)
-            raise ValueError(f"{pattern!r} matches no module; near it are {', '.join(near) or 'none'}")
-        for first in matches:
-            parent = first.rpartition(".")[0]
-            names = [first, *(f"{parent}.{name}".lstrip(".") for name in siblings[1:])]
-            for name in names:
-                if name not in modules:
-                    raise ValueError(f"{pattern!r} names {name!r}, which is no module")
-                if name in taken:
-                    raise ValueError(f"{name!r} is matched by {taken[name]!r} and again by {pattern!r}")
-                if style != "sequence" and type(modules[name]) is not nn.Linear:
-                    raise ValueError(f"{name!r} is a {type(modules[name]).__name__}, not an nn.Linear")
-                taken[name] = pattern
-            found.append((names, style))
-    return found
+        if options.sequence_parallel and match.follower:
+            raise ValueError(
+                f"{match.pattern!r} names the follower {match.follower!r}, but a row layer leaves nothing in flight "
+                f"with sequence_parallel=True"
+            )
 
 
-def _matches(name: str, parts: list[str]) -> bool:
-    names = name.split(".")
-    return len(names) == len(parts) and all(fnmatchcase(one, part) for one, part in zip(names, parts))
+def _check_parameters(module: nn.Module, matches: list[Match]) -> None:
+    """A parameter belongs to one style, and so do all modules that share it."""
+    planned: dict[str, str] = {}
+    for match in matches:
+        for name in match.names if match.style not in ("attention", "rows") else ():
+            prefix = f"{name}." if name else ""
+            for inner, _ in module.get_submodule(name).named_parameters(remove_duplicate=False):
+                before = planned.setdefault(prefix + inner, match.style)
+                if before != match.style:
+                    raise ValueError(f"{prefix + inner!r} belongs to a {before!r} and to a {match.style!r} module")
+    by_parameter: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = by_parameter.setdefault(parameter, name)
+        one, other = (_placed(planned.get(where, "")) for where in (first, name))
+        if one != other:
+            raise ValueError(f"{first!r} and {name!r} are one parameter; they need styles that cut it alike")
 
 
-def _sum_over(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    def summed(grad: Tensor) -> Tensor:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=mesh.get_group())
-        return total
+def _check_embeddings(module: nn.Module, matches: list[Match]) -> None:
+    for match in matches:
+        layer = module.get_submodule(match.names[0])
+        if match.style == "vocab" and isinstance(layer, nn.Embedding):
+            for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
+                if getattr(layer, setting):
+                    raise ValueError(
+                        f"{match.names[0]!r} has {setting}={getattr(layer, setting)}; 'vocab' cannot do it"
+                    )
 
-    return summed
+
+def _placed(style: str) -> str:
+    return {"vocab whole": "vocab", "column": "vocab"}.get(style, style)
+
+
+def _heads(module: nn.Module, name: str, matches: list[Match], mesh: DeviceMesh) -> AttentionHeads:
+    inside = [one for match in matches if match.style == "column" for one in match.names]
+    columns = {one: module.get_submodule(one) for one in inside if one.startswith(f"{name}.")}
+    linears = {one: layer for one, layer in columns.items() if isinstance(layer, nn.Linear)}
+    return read_heads(name, module.get_submodule(name), linears, mesh.size())
+
+
+def _apply(module: nn.Module, match: Match, mesh: DeviceMesh, options: LinearOptions, sharded: Sharded) -> None:
+    layers = [module.get_submodule(name) for name in match.names]
+    layer, style = layers[0], match.style
+    if style == "column":
+        for one in layers:
+            assert isinstance(one, nn.Linear)
+            ColumnLinear.adopt(one, mesh, options, sharded)
+        if len(layers) > 1:
+            shared = SharedGather([one for one in layers if isinstance(one, ColumnLinear)])
+            for one in shared.layers:
+                one.shared = shared
+    elif style == "row":
+        assert isinstance(layer, nn.Linear)
+        RowLinear.adopt(layer, mesh, options, sharded)
+        if match.follower and isinstance(layer, RowLinear):
+            layer.follower = Follower(module.get_submodule(match.follower))
+    elif style in ("vocab", "vocab whole"):
+        if isinstance(layer, nn.Embedding):
+            VocabEmbedding.adopt(layer, mesh, options, sharded)
+        elif isinstance(layer, nn.Linear):
+            VocabLinear.adopt(layer, mesh, options, sharded)
+            assert isinstance(layer, VocabLinear)
+            layer.gathered = style == "vocab whole"
+    elif style in _WHOLE:
+        replicate_parameters(layer, mesh, sharded, summed=style != "replicate")
+        if style == "sequence announced":
+            layer.register_forward_hook(AnnouncedOutput(mesh, options.uneven))
+    elif style == "rows":
+        layer.register_forward_pre_hook(OwnRowsInput(), with_kwargs=True)
+    elif style in ("dropout rows", "dropout features"):
+        assert isinstance(layer, nn.Dropout)
+        PartDropout.adopt(layer, mesh, style.split()[1], uneven=options.uneven)
 
 
 class OverlapColwise(ParallelStyle):

@@ -14,6 +14,7 @@ from stretto.overlap import (
     attention_all_to_all,
     attention_reduce_scatter,
     matmul_all_to_all,
+    repeat_kv_heads,
     split_heads,
 )
 from tests.overlap.matmul_cases import Draw, leaf, part_of, same
@@ -105,7 +106,10 @@ def ulysses(case: dict[str, Any]) -> None:
     out_weight, out_bias = leaf(layer.out_weight), leaf(layer.out_bias)
     options = options_of(case, layer)
     first = {name: options[name] for name in ("schedule", "num_subslices")}
-    qkv = matmul_all_to_all(x, weights, group, features=features, biases=biases, sizes=case["rows"], **first)
+    every = [
+        [t if i == 0 else repeat_kv_heads(t, layer.kv_heads, n) for i, t in enumerate(ts)] for ts in (weights, biases)
+    ]
+    qkv = matmul_all_to_all(x, every[0], group, features=features, biases=every[1], sizes=case["rows"], **first)
     q, k, v = (t.unflatten(-1, (-1, D)) for t in qkv)
     assert q.shape == (layer.batch, layer.rows, heads[rank], D)
     fused = {"weight": out_weight, "bias": out_bias} if case["fused"] else {}

@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.overlap import split_heads
+from stretto.overlap import repeat_kv_heads, split_heads
 from tests.overlap import attention_cases
 from tests.overlap.examples import few
 from tests.ranks import Ranks
@@ -15,13 +16,14 @@ WORLDS = [1, 2, 3, 4, 5, 8]
 
 
 @st.composite
-def cases(draw: st.DrawFn, num_ranks: int) -> dict[str, Any]:
-    kv_heads = num_ranks + draw(st.integers(0, 3))
+def cases(draw: st.DrawFn, num_ranks: int, fewest_kv_heads: int) -> dict[str, Any]:
+    kv_heads = draw(st.integers(fewest_kv_heads, num_ranks + 3))
+    fewest = -(-num_ranks // kv_heads)
     rows = draw(st.lists(st.integers(0, 4), min_size=num_ranks, max_size=num_ranks).filter(any))
     return {
         "rows": rows,
         "batch": draw(st.integers(1, 2)),
-        "heads": kv_heads * draw(st.integers(1, 2)),
+        "heads": kv_heads * draw(st.integers(fewest, fewest + 1)),
         "kv_heads": kv_heads,
         "fused": draw(st.booleans()),
         "causal": draw(st.booleans()),
@@ -37,7 +39,7 @@ def cases(draw: st.DrawFn, num_ranks: int) -> dict[str, Any]:
 @pytest.mark.parametrize("layer", ["ulysses", "query_split"])
 def test_attention_equals_one_process(ranks: Ranks, num_ranks: int, layer: str) -> None:
     @few(num_ranks, 10)
-    @given(cases(num_ranks))
+    @given(cases(num_ranks, 1 if layer == "ulysses" else num_ranks))
     def check(case: dict[str, Any]) -> None:
         if layer == "query_split" and case["schedule"] == "direct" and case["seed"] % 2:
             case["schedule"] = "ring"
@@ -63,10 +65,27 @@ def test_heads_are_split_evenly_and_every_rank_has_its_own_keys(world_size: int)
     assert max(kv_heads) - min(kv_heads) <= 1
 
 
+@pytest.mark.parametrize("num_heads", [8, 12])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [3, 5, 8])
+def test_ranks_share_key_value_heads_that_are_fewer(world_size: int, num_kv_heads: int, num_heads: int) -> None:
+    heads, kv_heads = split_heads(num_heads, world_size, num_kv_heads)
+    weight = torch.arange(num_kv_heads).repeat_interleave(3)
+    repeated = repeat_kv_heads(weight, num_kv_heads, world_size)
+    assert sum(heads) == num_heads
+    assert min(heads) >= 1
+    if num_kv_heads < world_size:
+        assert kv_heads == [1] * world_size
+        used = [kv for kv, count in zip(repeated[::3].tolist(), heads) for _ in range(count)]
+        assert used == [head * num_kv_heads // num_heads for head in range(num_heads)]
+    else:
+        assert repeated is weight
+
+
 def test_too_few_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_kv_heads=2 cannot be split over 4 ranks; use at most 2 ranks"):
-        split_heads(8, 4, 2)
-    with pytest.raises(ValueError, match="num_heads=3 cannot be split over 4 ranks"):
+    with pytest.raises(ValueError, match="num_heads=3 cannot be split over 4 ranks; use at most 3 ranks"):
         split_heads(3, 4)
     with pytest.raises(ValueError, match="num_kv_heads=4 does not divide num_heads=6"):
         split_heads(6, 2, 4)
+    with pytest.raises(ValueError, match="a projection to 7 features has no num_kv_heads=2 heads"):
+        repeat_kv_heads(torch.zeros(7, 1), 2, 4)

@@ -1,0 +1,104 @@
+"""Name patterns of a plan, resolved to the modules they mean before anything is changed.
+
+A pattern has the parts of a module's name, each of which may hold `*`. The hazard: a pattern that misses
+leaves a layer whole, and the result wrong; so every pattern must match, and nothing may be matched twice.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+__all__ = ["Match", "match_plan"]
+
+
+@dataclass(frozen=True)
+class Match:
+    """One module, or the column layers that share a gather, and the style that a plan has for them."""
+
+    pattern: str
+    names: tuple[str, ...]
+    style: str
+    follower: str = ""
+    """The module behind whose forward a row layer's last half hides."""
+
+
+def match_plan(
+    module: nn.Module, plan: Mapping[str, str], styles: Mapping[str, type | tuple[type, ...]]
+) -> list[Match]:
+    """Every match of every pattern, or `ValueError`.
+
+    `styles` names the styles and the exact classes of module that each is for; (nn.Module,) is any.
+    """
+    modules = dict(module.named_modules())
+    found: list[Match] = []
+    taken: dict[str, str] = {}
+    for pattern, words in plan.items():
+        style, follower = _style(pattern, words, styles)
+        *parents, last = pattern.split(".")
+        siblings = last.split("+")
+        if len(siblings) > 1 and style != "column":
+            raise ValueError(
+                f"{pattern!r} joins names by +, which is for column layers with one input, not {style!r}"
+            )
+        matches = [name for name in modules if _matches(name, [*parents, siblings[0]])]
+        if not matches:
+            raise ValueError(f"{pattern!r} matches no module; near it are {_near(pattern, modules)}")
+        for first in matches:
+            parent = first.rpartition(".")[0]
+            names = (first, *(f"{parent}.{name}".lstrip(".") for name in siblings[1:]))
+            for name in names:
+                if name not in modules:
+                    raise ValueError(f"{pattern!r} names {name!r}, which is no module")
+                if name in taken:
+                    raise ValueError(f"{name!r} is matched by {taken[name]!r} and again by {pattern!r}")
+                _check_type(name, modules[name], style, styles[style])
+                taken[name] = pattern
+            found.append(Match(pattern, names, style, _resolved(follower, pattern, first, modules)))
+    return found
+
+
+def _style(pattern: str, words: str, styles: Mapping[str, type | tuple[type, ...]]) -> tuple[str, str]:
+    if not isinstance(words, str):
+        raise ValueError(f"{pattern!r} asks for {words!r}; a style is a string")
+    style, arrow, follower = (part.strip() for part in words.partition(">"))
+    if style not in styles:
+        raise ValueError(f"{pattern!r} asks for {words!r}; the styles are {', '.join(map(repr, styles))}")
+    if arrow and (style != "row" or not follower):
+        raise ValueError(f"{pattern!r} asks for {words!r}; a follower is written 'row > its name'")
+    return style, follower
+
+
+def _check_type(name: str, module: nn.Module, style: str, allowed: type | tuple[type, ...]) -> None:
+    classes = allowed if isinstance(allowed, tuple) else (allowed,)
+    if nn.Module not in classes and type(module) not in classes:
+        wanted = " or ".join(f"nn.{one.__name__}" for one in classes)
+        raise ValueError(f"{name!r} is a {type(module).__name__}, not an {wanted}, which {style!r} is for")
+
+
+def _resolved(follower: str, pattern: str, name: str, modules: Mapping[str, nn.Module]) -> str:
+    """The follower's name: its parts with `*` stand for what the pattern's stood for, in order."""
+    if not follower:
+        return ""
+    stood_for = [part for part, given in zip(name.split("."), pattern.split(".")) if "*" in given]
+    parts = follower.split(".")
+    if sum("*" in part for part in parts) > len(stood_for):
+        raise ValueError(f"follower {follower!r} has more * than {pattern!r}, from which it takes them")
+    resolved = ".".join(stood_for.pop(0) if "*" in part else part for part in parts)
+    if resolved not in modules:
+        near = _near(resolved, modules)
+        raise ValueError(f"follower {follower!r} of {name!r} is {resolved!r}, which is no module; near it are {near}")
+    return resolved
+
+
+def _near(pattern: str, modules: Mapping[str, nn.Module]) -> str:
+    return (
+        ", ".join(difflib.get_close_matches(pattern, [name for name in modules if name], n=3, cutoff=0.3)) or "none"
+    )
+
+
+def _matches(name: str, parts: list[str]) -> bool:
+    names = name.split(".")
+    return len(names) == len(parts) and all(fnmatchcase(one, part) for one, part in zip(names, parts))
