@@ -18,6 +18,7 @@ from stretto.overlap.cross_entropy import causal_lm_loss, vocab_cross_entropy
 from stretto.overlap.ddp import ReductionThread, reduce_bucket
 from stretto.overlap.faults import PeerError
 from stretto.overlap.gradients import GradientReducer
+from stretto.overlap.lora import parallelize_lora
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear
 from stretto.overlap.plans import OverlapColwise, OverlapRowwise, parallelize
@@ -49,6 +50,7 @@ __all__ = [
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "parallelize",
+    "parallelize_lora",
     "reduce_bucket",
     "repeat_kv_heads",
     "replicate_matmul",

@@ -139,9 +139,9 @@ def rows_last(y: Tensor, like: Tensor, dim: int) -> Tensor:
     return y.view(y.shape[0], *inner, y.shape[-1]).movedim(0, dim)
 
 
-def side_by_side(y: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def side_by_side(y: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """The outputs (rows, inner, F) of several weights out of (rows, inner, sum of F), as views."""
-    return [y] if len(weights) == 1 else y.split([len(weight) for weight in weights], -1)
+    return [y] if len(weights) == 1 else list(y.split([len(weight) for weight in weights], -1))
 
 
 def gathered_slices(call: Call, how: How, header: Header, x: Tensor, sizes: Sizes) -> Slices:

@@ -5,6 +5,7 @@ features are cut as `torch.chunk` cuts them, heads or not; and so are rows betwe
 column layer. Source: Megatron-LM's sequence parallelism for the layout.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from stretto.overlap.all_reduce import matmul_all_reduce_start, replicate_matmul
+from stretto.overlap.all_reduce import matmul_all_reduce, matmul_all_reduce_start, replicate_matmul
 from stretto.overlap.follower import Follower
 from stretto.overlap.inputs import Sizes
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
@@ -23,7 +24,7 @@ from stretto.overlap.routes import Schedule, slice_sizes
 from stretto.overlap.sharding import Sharded, shard_parameters, shard_state
 from stretto.overlap.shared_rows import SharedRows, shared_rows
 
-__all__ = ["ColumnLinear", "LinearOptions", "RowLinear", "SharedGather", "mesh_of"]
+__all__ = ["ColumnLinear", "LinearOptions", "ParallelLinear", "RowLinear", "SharedInput", "mesh_of"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class LinearOptions:
         return {"schedule": self.schedule, "num_subslices": self.num_subslices, "check": self.check}
 
 
-class _ParallelLinear(nn.Linear):
+class ParallelLinear(nn.Linear):
     """A linear layer whose parameters are DTensors; loads full tensors and its own shards alike."""
 
     mesh: DeviceMesh
@@ -53,6 +54,9 @@ class _ParallelLinear(nn.Linear):
     placements: ClassVar[dict[str, Placement]]
     used_rows: SharedRows | None = None
     """Rows that this rank's heads use, where they are not those of its shard."""
+    shared: "SharedInput | None" = None
+    leads: ClassVar[bool] = True
+    """Whether a call of this layer computes for those that share its input."""
 
     def __init__(
         self,
@@ -74,8 +78,23 @@ class _ParallelLinear(nn.Linear):
     ) -> None:
         """Turn a linear layer into a parallel one in place; rank 0's values are everyone's."""
         linear.__class__ = cls
-        assert isinstance(linear, _ParallelLinear)
+        assert isinstance(linear, ParallelLinear)
         linear._shard(mesh, options, sharded)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """One communication, alone or with the layers that share the input."""
+        if self.shared is not None:
+            return self.shared.output(self, input)
+        return self.together([self], input)[0]
+
+    @staticmethod
+    def together(layers: Sequence["ParallelLinear"], x: Tensor) -> list[Tensor]:
+        """The outputs of several layers of one kind for one input, in one communication."""
+        raise NotImplementedError
+
+    def joins(self) -> bool:
+        """Whether this layer is about to be called with its siblings' input."""
+        return True
 
     def extra_repr(self) -> str:
         """As of nn.Linear, and over how many ranks."""
@@ -100,7 +119,7 @@ class _ParallelLinear(nn.Linear):
         return shared_rows(weight, self.used_rows, peers, check=check), bias
 
 
-class ColumnLinear(_ParallelLinear):
+class ColumnLinear(ParallelLinear):
     """A linear layer with some output features a rank: rows are gathered while it multiplies.
 
     Shapes:
@@ -113,16 +132,33 @@ class ColumnLinear(_ParallelLinear):
     """
 
     placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0), "bias": Shard(0)}
-    shared: "SharedGather | None" = None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """One gather, alone or with the layers that share it."""
-        if self.shared is not None:
-            return self.shared.output(self, input)
-        return _column_outputs([self], input)[0]
+    @staticmethod
+    def together(layers: Sequence[ParallelLinear], x: Tensor) -> list[Tensor]:
+        """One gather feeds all, or none where every rank has all rows."""
+        weights, biases = zip(*(layer._local() for layer in layers))
+        mesh, options = layers[0].mesh, layers[0].options
+        sizes: Sizes = "exchange" if options.uneven else None
+        if isinstance(x, DTensor):
+            if tuple(x.placements) == (Replicate(),):
+                whole = x.to_local()
+                return replicate_matmul(whole, weights, mesh.get_group(), biases=biases, **options.of_call())
+            x, sizes = _announced_rows(x, mesh)
+        elif not options.sequence_parallel:
+            return replicate_matmul(x, weights, mesh.get_group(), biases=biases, **options.of_call())
+        return all_gather_matmul(
+            x,
+            weights,
+            mesh.get_group(),
+            dim=-2,
+            biases=biases,
+            sizes=sizes,
+            keep_gathered=options.keep_gathered,
+            **options.of_call(),
+        )
 
 
-class RowLinear(_ParallelLinear):
+class RowLinear(ParallelLinear):
     """A linear layer with some input features on each rank: partial sums leave while it multiplies.
 
     Shapes:
@@ -138,58 +174,41 @@ class RowLinear(_ParallelLinear):
     follower: Follower | None = None
     """Behind whose forward the last half of the all-reduce hides; else it is waited for at once."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """One reduce-scatter, or one all-reduce."""
-        weight, bias = self._local()
-        group, options = self.mesh.get_group(), self.options
-        if not options.sequence_parallel:
-            pending = matmul_all_reduce_start(input, weight, group, biases=bias, **options.of_call())
-            return pending.wait() if self.follower is None else self.follower.behind(pending)
-        return matmul_reduce_scatter(input, weight, group, dim=-2, biases=bias, **options.of_call())
+    @staticmethod
+    def together(layers: Sequence[ParallelLinear], x: Tensor) -> list[Tensor]:
+        """One reduce-scatter, or one all-reduce, whose last half only a layer alone leaves to a follower."""
+        weights, biases = zip(*(layer._local() for layer in layers))
+        first = layers[0]
+        group, options = first.mesh.get_group(), first.options
+        if options.sequence_parallel:
+            return matmul_reduce_scatter(x, weights, group, dim=-2, biases=biases, **options.of_call())
+        if len(layers) > 1 or not isinstance(first, RowLinear) or first.follower is None:
+            return matmul_all_reduce(x, weights, group, biases=biases, **options.of_call())
+        pending = matmul_all_reduce_start(x, weights[0], group, biases=biases[0], **options.of_call())
+        return [first.follower.behind(pending)]
 
 
-class SharedGather:
-    """Column layers with one input: the first that is called multiplies for all, the others take theirs."""
+class SharedInput:
+    """Layers of one kind with one input: the first that is called multiplies for all, the others take theirs."""
 
-    def __init__(self, layers: list[ColumnLinear]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[ParallelLinear]) -> None:
+        self.layers = list(layers)
         self._key: tuple[Tensor, bool] | None = None
         self._outputs: dict[int, Tensor] = {}
 
-    def output(self, layer: ColumnLinear, x: Tensor) -> Tensor:
+    def output(self, layer: ParallelLinear, x: Tensor) -> Tensor:
         """`layer`'s output for x; kept from a sibling's call if x is the very same tensor."""
         held = self._key is not None and self._key[0] is x and self._key[1] == torch.is_grad_enabled()
         if not held or id(layer) not in self._outputs:
-            outputs = _column_outputs(self.layers, x)
+            if not layer.leads:
+                return layer.together([layer], x)[0]
+            layers = [one for one in self.layers if one.joins()]
             self._key = (x, torch.is_grad_enabled())
-            self._outputs = {id(one): out for one, out in zip(self.layers, outputs)}
+            self._outputs = {id(one): out for one, out in zip(layers, layer.together(layers, x))}
         found = self._outputs.pop(id(layer))
         if not self._outputs:
             self._key = None
         return found
-
-
-def _column_outputs(layers: list[ColumnLinear], x: Tensor) -> list[Tensor]:
-    weights, biases = zip(*(layer._local() for layer in layers))
-    mesh, options = layers[0].mesh, layers[0].options
-    sizes: Sizes = "exchange" if options.uneven else None
-    if isinstance(x, DTensor):
-        if tuple(x.placements) == (Replicate(),):
-            whole = x.to_local()
-            return replicate_matmul(whole, weights, mesh.get_group(), biases=biases, **options.of_call())
-        x, sizes = _announced_rows(x, mesh)
-    elif not options.sequence_parallel:
-        return replicate_matmul(x, weights, mesh.get_group(), biases=biases, **options.of_call())
-    return all_gather_matmul(
-        x,
-        weights,
-        mesh.get_group(),
-        dim=-2,
-        biases=biases,
-        sizes=sizes,
-        keep_gathered=options.keep_gathered,
-        **options.of_call(),
-    )
 
 
 def _announced_rows(x: DTensor, mesh: DeviceMesh) -> tuple[Tensor, list[int]]:

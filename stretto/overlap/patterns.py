@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from stretto.overlap.lora import linear_in, name_of_linear, plain_names, plain_pattern
+
 __all__ = ["Match", "match_plan"]
 
 
@@ -32,31 +34,33 @@ def match_plan(
 
     `styles` names the styles and the exact classes of module that each is for; (nn.Module,) is any.
     """
-    modules = dict(module.named_modules())
+    full_names = plain_names(module)
+    modules = {name: module.get_submodule(full) for name, full in full_names.items()}
     found: list[Match] = []
     taken: dict[str, str] = {}
     for pattern, words in plan.items():
         style, follower = _style(pattern, words, styles)
-        *parents, last = pattern.split(".")
-        siblings = last.split("+")
-        if len(siblings) > 1 and style != "column":
+        first_pattern, *siblings = plain_pattern(pattern).split("+")
+        if siblings and style != "column":
             raise ValueError(
                 f"{pattern!r} joins names by +, which is for column layers with one input, not {style!r}"
             )
-        matches = [name for name in modules if _matches(name, [*parents, siblings[0]])]
+        matches = [name for name in modules if _matches(name, first_pattern.split("."))]
         if not matches:
             raise ValueError(f"{pattern!r} matches no module; near it are {_near(pattern, modules)}")
         for first in matches:
             parent = first.rpartition(".")[0]
-            names = (first, *(f"{parent}.{name}".lstrip(".") for name in siblings[1:]))
+            names = (first, *(f"{parent}.{name}".lstrip(".") for name in siblings))
             for name in names:
                 if name not in modules:
                     raise ValueError(f"{pattern!r} names {name!r}, which is no module")
                 if name in taken:
                     raise ValueError(f"{name!r} is matched by {taken[name]!r} and again by {pattern!r}")
-                _check_type(name, modules[name], style, styles[style])
+                _check_type(name, linear_in(name, modules[name], style), style, styles[style])
                 taken[name] = pattern
-            found.append(Match(pattern, names, style, _resolved(follower, pattern, first, modules)))
+            full = tuple(name_of_linear(full_names[name], modules[name], style) for name in names)
+            behind = _resolved(follower, pattern, first, modules)
+            found.append(Match(pattern, full, style, full_names[behind] if behind else ""))
     return found
 
 

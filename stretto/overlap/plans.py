@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from stretto.overlap.attention_heads import AttentionHeads, read_heads
 from stretto.overlap.dropout import PartDropout
 from stretto.overlap.follower import Follower
-from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear, SharedGather, mesh_of
+from stretto.overlap.lora import parallelize_lora
+from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear, SharedInput, mesh_of
 from stretto.overlap.patterns import Match, match_plan
 from stretto.overlap.replicated import replicate_parameters
 from stretto.overlap.rows import AnnouncedOutput, OwnRowsInput
@@ -77,8 +78,9 @@ def parallelize(
                             layer: drawn as the one-process model does.
 
     Args:
-        module: the model; rank 0's values become everyone's.
-        plan: as above.
+        module: the model; rank 0's values become everyone's. Linear layers may be wrapped by peft's LoRA
+            already (`parallelize_lora` is for those that are wrapped later).
+        plan: as above, with the model's own names (peft's "base_model.model." before them or not).
         group: the ranks, or a one-dimensional mesh of them.
         options: how to communicate.
 
@@ -102,7 +104,7 @@ def parallelize(
         _apply(module, match, mesh, options, sharded)
     for attention in attentions:
         attention.apply(module, mesh, options)
-    return module
+    return parallelize_lora(module)
 
 
 def _check_styles(matches: list[Match], options: LinearOptions) -> None:
@@ -167,7 +169,7 @@ def _apply(module: nn.Module, match: Match, mesh: DeviceMesh, options: LinearOpt
             assert isinstance(one, nn.Linear)
             ColumnLinear.adopt(one, mesh, options, sharded)
         if len(layers) > 1:
-            shared = SharedGather([one for one in layers if isinstance(one, ColumnLinear)])
+            shared = SharedInput([one for one in layers if isinstance(one, ColumnLinear)])
             for one in shared.layers:
                 one.shared = shared
     elif style == "row":
