@@ -24,7 +24,7 @@ def train(options):
 
 
 def refusal(options):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=".") as refused:
         train(options)
     return str(refused.value)
 
