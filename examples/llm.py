@@ -25,12 +25,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from llm_ulysses import use_ulysses
-from torch import Tensor, nn
+from llm_parallel import PARALLEL
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from stretto.overlap import GradientReducer
 
 TEXT = Path(__file__).parent / "data" / "constitution.txt"
 VOCABULARY = 256
@@ -77,97 +74,6 @@ def batches(settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
         starts = torch.randint(len(tokens) - settings.length, (settings.batch, 1), generator=generator)
         pieces = tokens[starts + torch.arange(settings.length + 1)]
         yield pieces[:, :-1], pieces[:, 1:]
-
-
-class Alone:
-    """One process: what every parallelism below equals."""
-
-    def __init__(self, settings: Settings, model: LlamaForCausalLM) -> None:
-        self.settings, self.model = settings, model
-        self.optimizer = torch.optim.AdamW(model.parameters(), settings.lr)
-
-    def own(self, tokens: Tensor) -> Tensor:
-        """This rank's part of (batch, length)."""
-        return tokens
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean over own tokens."""
-        positions = torch.arange(self.settings.length).unsqueeze(0)  # of all rows
-        logits = self.model(inputs, position_ids=positions).logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def step(self, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
-        """One step; the loss over all ranks, and the norm of its gradient before it was clipped."""
-        loss = self.loss(self.own(inputs), self.own(targets))
-        loss.backward()
-        norm = self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return self.mean(loss.detach()).item(), norm.item()
-
-    def clip(self) -> Tensor:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_norm)
-
-    def mean(self, loss: Tensor) -> Tensor:
-        return loss
-
-
-class DataParallel(Alone):
-    """Own samples. Gradients leave for their owners in backward, parameters come back behind the next forward."""
-
-    def __init__(self, settings: Settings, model: LlamaForCausalLM) -> None:
-        self.settings, self.model = settings, model
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        mlp = model.model.layers[0].mlp
-        self.reducer = GradientReducer(
-            model,
-            dist.new_group(),
-            bucket_bytes=1 << 20,
-            last=[mlp.gate_proj, mlp.up_proj, mlp.down_proj],
-            sharded=True,
-        )
-        self.optimizer = torch.optim.AdamW(self.reducer.owned, settings.lr)
-
-    def own(self, tokens: Tensor) -> Tensor:
-        return self.cut(tokens, 0, "--batch")
-
-    def cut(self, tokens: Tensor, dim: int, option: str) -> Tensor:
-        if tokens.shape[dim] % self.world_size:
-            raise ValueError(f"{option} {tokens.shape[dim]} cannot be split over {self.world_size} ranks")
-        return tokens.chunk(self.world_size, dim)[self.rank]
-
-    def step(self, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
-        result = super().step(inputs, targets)
-        self.reducer.publish()
-        return result
-
-    def clip(self) -> Tensor:
-        """Every rank has a shard of the gradient: the squares are summed over ranks."""
-        self.reducer.finish()
-        grads = [shard.grad for shard in self.reducer.owned]
-        square = torch.stack([grad.square().sum() for grad in grads]).sum()
-        dist.all_reduce(square)
-        for grad in grads:
-            grad.mul_((self.settings.max_norm / (square.sqrt() + 1e-6)).clamp(max=1))
-        return square.sqrt()
-
-    def mean(self, loss: Tensor) -> Tensor:
-        dist.all_reduce(loss)
-        return loss / dist.get_world_size()
-
-
-class Ulysses(DataParallel):
-    """Own rows of every sample; weights are whole, so gradients are reduced as in data parallelism."""
-
-    def __init__(self, settings: Settings, model: LlamaForCausalLM) -> None:
-        use_ulysses(model, dist.new_group())
-        super().__init__(settings, model)
-
-    def own(self, tokens: Tensor) -> Tensor:
-        return self.cut(tokens, 1, "--length")
-
-
-PARALLEL = {"none": Alone, "dp": DataParallel, "up": Ulysses}
 
 
 def train(settings: Settings, say=lambda line: None) -> list[tuple[float, float]]:

@@ -40,6 +40,8 @@ class GradientReducer:
             beside what is still on its way. Take some that backward comes to late, with products as long as
             sending what comes after them, embeddings included. Each must run once per backward; its input and
             its output's gradient are kept until `finish`.
+        units: modules that use the parameters of their submodules without calling them, as
+            `nn.MultiheadAttention` does: after `publish` all of a unit's parameters are awaited before its forward.
         sharded: leave each rank the gradient of its own shard, in `owned`, instead of every gradient
             everywhere.
         late_bound: keep every rank's pieces apart until `settle` or `fold` says what they are worth;
@@ -66,6 +68,7 @@ class GradientReducer:
         *,
         bucket_bytes: int = 25 << 20,
         last: nn.Linear | Sequence[nn.Linear] = (),
+        units: Sequence[nn.Module] = (),
         sharded: bool = False,
         late_bound: bool = False,
         average: bool = True,
@@ -97,7 +100,10 @@ class GradientReducer:
             for bucket in self._buckets
             for index, p in enumerate(bucket.parameters)
         ]
-        self._handles += [m.register_forward_pre_hook(self._await_parameters) for m in module.modules()]
+        whole = {id(unit) for unit in units}
+        for m in module.modules():
+            recurse = id(m) in whole or isinstance(m, nn.MultiheadAttention)
+            self._handles.append(m.register_forward_pre_hook(partial(self._await_parameters, recurse)))
         self._thread = ThreadPoolExecutor(1, "stretto gradients")
         self._traded: dict[int, Future[Tensor]] = {}
         self._accumulating = False
@@ -277,9 +283,9 @@ class GradientReducer:
         if waiting != {num_rounds}:
             raise ValueError(f"weights for {num_rounds} backwards, but the pieces of {waiting} are waiting")
 
-    def _await_parameters(self, module: nn.Module, inputs: Any) -> None:
+    def _await_parameters(self, recurse: bool, module: nn.Module, inputs: Any) -> None:
         if self._published:
-            mine = {self._bucket_of.get(id(p)) for p in module.parameters(recurse=False)}
+            mine = {self._bucket_of.get(id(p)) for p in module.parameters(recurse=recurse)}
             self._receive([index for index in list(self._published) if index in mine])
 
     def _receive(self, indices: list[int]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stretto.overlap import GradientReducer, ReductionThread, reduce_bucket
+from stretto.overlap import GradientReducer, ReductionThread, buckets, gradients, reduce_bucket
 from stretto.overlap.p2p import Lane
 from stretto.overlap.sliced import SlicedWeight
 from tests.overlap.matmul_cases import Draw, same
@@ -107,6 +107,50 @@ def sharded(case: dict[str, Any]) -> None:
     reducer.close()
     for (name, parameter), other in zip(mine.named_parameters(), whole.parameters()):
         same(name, parameter.detach(), other.detach(), 1e-9 if "shared" in name else 1e-10)
+
+
+def units() -> None:
+    """A module that reads its submodule's weight without calling it sees the published one."""
+    mine = Reads().double()
+    reducer = GradientReducer(mine, dist.group.WORLD, bucket_bytes=1, sharded=True, units=[mine.inside])
+    optimizer = torch.optim.SGD(reducer.owned, lr=1.0)
+    mine(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+    reducer.finish()
+    expected = mine.inside.layer.weight.detach() - 2
+    optimizer.step()
+    spread = buckets.spread
+
+    def late(*args: Any, **kwargs: Any) -> Tensor:
+        time.sleep(0.1)
+        return spread(*args, **kwargs)
+
+    with mock.patch.object(gradients, "spread", late):
+        reducer.publish()
+    seen = mine(torch.eye(3, dtype=torch.float64))
+    reducer.close()
+    same("what the next forward saw", seen, (expected.t() + mine.bias).detach())
+
+
+class Reads(nn.Module):
+    """Reads the weight of a layer inside of `inside` without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside = Inside()
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x) + self.bias
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.layer.weight.t()
 
 
 def late_bound(case: dict[str, Any]) -> None:

@@ -49,6 +49,10 @@ def test_buckets_leave_during_backward_and_the_last_weight_leaves_slice_by_slice
         assert any(sent[i : i + 2] == slices for i in range(len(sent)))
 
 
+def test_units_await_the_parameters_that_they_read_inside_of_submodules(ranks: Ranks) -> None:
+    ranks.run(2, gradient_cases.units)
+
+
 def test_ranks_with_different_models_are_told_so(ranks: Ranks) -> None:
     for kind, text in ranks.run(2, gradient_cases.different_models):
         assert kind == "PeerError"
