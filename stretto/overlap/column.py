@@ -18,6 +18,7 @@ from stretto.overlap.loops import Scatter, gather
 from stretto.overlap.p2p import Call
 from stretto.overlap.products import WeightGradient, input_partial, output
 from stretto.overlap.routes import Slices, slice_sizes
+from stretto.overlap.tuning import tuned
 
 __all__ = ["AllGatherMatmul", "ReplicateMatmul"]
 
@@ -29,13 +30,17 @@ class AllGatherMatmul(torch.autograd.Function):
     def forward(ctx: Any, call: Call, how: How, slices: Slices, num_weights: int, x: Tensor, *rest: Tensor) -> Any:
         """Each slice is multiplied as it arrives, own first."""
         weights, biases = rest[:num_weights], rest[num_weights:]
-        header = how.header(call, x.dtype)
         kept = x.new_empty(slices.total, *x.shape[1:]) if how.keep_gathered else None
         outs = [x.new_empty(slices.total, x.shape[1], len(weight)) for weight in weights]
-        with how.peers.resume(call):
-            for piece, data in gather(call, header, x, slices, check=how.check, into=kept):
+
+        def run(way: How) -> None:
+            header, cut = way.header(call, x.dtype), slices.cut(way.num_subslices)
+            for piece, data in gather(call, header, x, cut, check=way.check, into=kept):
                 for out, weight, bias in zip(outs, weights, biases):
                     output(data, weight, bias, out[piece.rows])
+
+        with how.peers.resume(call):
+            tuned(call, how, slices.total, (x.shape[1:], num_weights, x.dtype, how.keep_gathered), run)
         ctx.how, ctx.slices = how, slices
         ctx.save_for_backward(x if kept is None else kept, *weights)
         return tuple(outs)
@@ -47,12 +52,17 @@ class AllGatherMatmul(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         needs_x, needs_w, needs_b = _needs(ctx.needs_input_grad[4:], len(weights))
         grads = tuple(grad.contiguous() for grad in grads)
-        sums = [WeightGradient(weight) if needed else None for weight, needed in zip(weights, needs_w)]
         dx = None
         if needs_x or (any(needs_w) and not ctx.how.keep_gathered):
+            facts = (x.shape[1:], len(weights), x.dtype, ctx.how.keep_gathered, tuple(ctx.needs_input_grad[4:]))
+
+            def run(way: How) -> tuple[Tensor | None, list[WeightGradient | None]]:
+                return _input_and_weight_gradients(call, ctx, way, x, weights, grads)
+
             with ctx.how.peers.call("all_gather_matmul backward") as call:
-                dx = _input_and_weight_gradients(call, ctx, x, weights, grads, sums)
-        elif any(needs_w):
+                _, (dx, sums) = tuned(call, ctx.how, ctx.slices.total, facts, run)
+        else:
+            sums = _started(ctx.needs_input_grad[5:], weights)
             _add(sums, grads, x, slice(None))
         dbs = [grad.sum((0, 1)) if needed else None for grad, needed in zip(grads, needs_b)]
         return None, None, None, None, dx, *(s and s.result() for s in sums), *dbs
@@ -61,13 +71,13 @@ class AllGatherMatmul(torch.autograd.Function):
 def _input_and_weight_gradients(
     call: Call,
     ctx: Any,
+    how: How,
     x: Tensor,
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
-    sums: Sequence[WeightGradient | None],
-) -> Tensor | None:
-    how, slices = ctx.how, ctx.slices
-    header = how.header(call, x.dtype)
+) -> tuple[Tensor | None, list[WeightGradient | None]]:
+    slices, header = ctx.slices.cut(how.num_subslices), how.header(call, x.dtype)
+    sums = _started(ctx.needs_input_grad[5:], weights)
     scatter = None
     if ctx.needs_input_grad[4]:
         scatter = Scatter(call, header, (slices.total, *x.shape[1:]), slices, x.device, check=how.check)
@@ -82,7 +92,7 @@ def _input_and_weight_gradients(
             _add(sums, grads, data, place.rows)
         elif how.keep_gathered:
             _add(sums, grads, x[piece.rows], piece.rows)
-    return scatter.result() if scatter is not None else None
+    return scatter.result() if scatter is not None else None, sums
 
 
 class ReplicateMatmul(torch.autograd.Function):
@@ -104,12 +114,17 @@ class ReplicateMatmul(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         needs_x, needs_w, needs_b = _needs(ctx.needs_input_grad[2:], len(weights))
         grads = tuple(grad.contiguous() for grad in grads)
-        sums = [WeightGradient(weight) if needed else None for weight, needed in zip(weights, needs_w)]
         dx = None
         if needs_x:
+            facts = (x.shape[1:], len(weights), x.dtype, tuple(ctx.needs_input_grad[2:]))
+
+            def run(way: How) -> tuple[Tensor, list[WeightGradient | None]]:
+                return _summed_input_gradient(call, ctx, way, x, weights, grads)
+
             with ctx.how.peers.call("replicate_matmul backward") as call:
-                dx = _summed_input_gradient(call, ctx, x, weights, grads, sums)
+                _, (dx, sums) = tuned(call, ctx.how, x.shape[0], facts, run)
         else:
+            sums = _started(needs_w, weights)
             _add(sums, grads, x, slice(None))
         dbs = [grad.sum((0, 1)) if needed else None for grad, needed in zip(grads, needs_b)]
         return None, None, dx, *(s and s.result() for s in sums), *dbs
@@ -118,12 +133,12 @@ class ReplicateMatmul(torch.autograd.Function):
 def _summed_input_gradient(
     call: Call,
     ctx: Any,
+    how: How,
     x: Tensor,
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
-    sums: Sequence[WeightGradient | None],
-) -> Tensor:
-    how = ctx.how
+) -> tuple[Tensor, list[WeightGradient | None]]:
+    sums = _started(ctx.needs_input_grad[3:], weights)
     slices = Slices(tuple(slice_sizes(x.shape[0], call.peers.world_size)), how.num_subslices)
     header = how.header(call, x.dtype)
     scatter = Scatter(call, header, tuple(x.shape), slices, x.device, check=how.check)
@@ -132,7 +147,11 @@ def _summed_input_gradient(
     dx = torch.empty_like(x)
     for piece, _ in gather(call, header, scatter.result(), slices, check=how.check, into=dx):
         _add(sums, grads, x[piece.rows], piece.rows)
-    return dx
+    return dx, sums
+
+
+def _started(needed: Sequence[bool], weights: Sequence[Tensor]) -> list[WeightGradient | None]:
+    return [WeightGradient(weight) if need else None for weight, need in zip(weights, needed)]
 
 
 def _needs(needed: Sequence[bool], num_weights: int) -> tuple[bool, Sequence[bool], Sequence[bool]]:

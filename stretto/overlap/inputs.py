@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from stretto.overlap.routes import Schedule, Slices, sizes_from, slice_sizes
 __all__ = ["How", "rows_first", "rows_last"]
 
 Sizes = Sequence[int] | str | None
+_OVERLAPPING = ("gloo", "nccl")
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -42,16 +43,19 @@ class How:
     """How a call communicates; equal on every rank."""
 
     peers: Peers
-    schedule: Schedule
+    schedule: Schedule | Literal["auto"]
     num_subslices: int
     check: bool
     gradients: tuple[bool, ...]
     """Which inputs need one, outside of `torch.no_grad`."""
     keep_gathered: bool = False
+    tuned_as: str = ""
+    device: torch.device = torch.device("cpu")
 
     def header(self, call: Call, dtype: torch.dtype) -> Header:
         """The part of the headers that is the same for all steps of a call."""
         n, s = self.num_subslices, self.schedule
+        assert s != "auto", call.operation
         return Header(call.operation, call.number, "gather", 0, (), dtype, n, s, self.gradients, self.keep_gathered)
 
 
@@ -63,15 +67,28 @@ def checked_how(
     gradients: tuple[bool, ...],
     keep_gathered: bool = False,
     *,
+    device: torch.device,
+    tuned_as: str = "",
     ring: bool = True,
 ) -> How:
-    """The settings of a call, or `ValueError`; `ring` says whether the operation has a ring."""
-    known = ("plain", "ring", "direct") if ring else ("plain", "direct")
+    """The settings of a call, or `ValueError`; `ring` says whether the operation has a ring.
+
+    What is asked for and cannot happen here is said once.
+    """
+    known = ("auto", "direct", "ring", "plain") if ring else ("auto", "direct", "plain")
     if schedule not in known:
         raise ValueError(f"schedule={schedule!r} is not one of {', '.join(map(repr, known))}")
     if num_subslices < 1:
         raise ValueError(f"num_subslices={num_subslices} must be at least 1")
-    return How(peers, schedule, num_subslices, check, gradients, keep_gathered)  # type: ignore[arg-type]
+    if schedule != "plain" and peers.world_size == 1:
+        peers.records.say_once(peers.group, "one rank: there is nothing to overlap")
+        schedule = "direct" if schedule == "auto" else schedule
+    elif schedule != "plain" and peers.backend(device) not in _OVERLAPPING:
+        backend = peers.backend(device)
+        known_backends = " and ".join(_OVERLAPPING)
+        peers.records.say_once(peers.group, f"backend {backend!r} on {device.type}: only {known_backends} overlap here")
+        schedule = "plain"
+    return How(peers, schedule, num_subslices, check, gradients, keep_gathered, tuned_as, device)  # type: ignore[arg-type]
 
 
 def listed(

@@ -54,6 +54,10 @@ class Choice:
     predicted_s: float
     plain_s: float
     """What the plain collective is predicted to take."""
+    predicted_exposed_s: float = 0.0
+    """Of `predicted_s`, what no product hides."""
+    why: str = ""
+    """Why nothing is overlapped, if nothing is."""
 
     def __str__(self) -> str:
         return (
@@ -89,13 +93,13 @@ def choose(
     if min(compute_s, communication_s, message_s) < 0:
         raise ValueError(f"negative times: {compute_s}, {communication_s}, {message_s}")
     serial = plain_s(compute_s, communication_s)
-    best = Choice("plain", 1, serial, serial)
     if world_size == 1:
-        return best
+        return Choice("plain", 1, serial, serial, communication_s, "one rank: there is nothing to overlap")
+    best = Choice("plain", 1, serial, serial, communication_s, "the law predicts a loss")
     cut = dict.fromkeys((1, 2, 4), compute_s) if cut_compute_s is None else cut_compute_s
     for m, seconds in sorted(cut.items()):
         messages = communication_s + m * (world_size - 1) * message_s
         predicted = overlapped_s(seconds, messages, world_size, m)
         if predicted < best.predicted_s:
-            best = Choice("direct", m, predicted, serial)
+            best = Choice("direct", m, predicted, serial, predicted - seconds)
     return best

@@ -2,7 +2,7 @@
 
 Between two sub-slices the caller does its product: that is what the transfers hide behind. Rows come first in
 every tensor here, (rows, ...), contiguous. A gather starts with the rank's own slice, a scatter ends with it.
-The hazard: both must be driven to their end on every rank, one product after the other. Source: CommFuse
+Under "plain" both have one piece, all rows, and every message travels before it or after it. The hazard: both must be driven to their end on every rank, one product after the other. Source: CommFuse
 (arXiv 2604.24013); the direct scatter's fixed order of summation and the m sub-slices in flight are this
 library's.
 """
@@ -38,6 +38,12 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def whole(slices: Slices) -> Piece:
+    """All rows as one piece."""
+    rows = slice(0, slices.total)
+    return Piece(0, 0, 0, rows, rows)
+
+
 def walk(lane: Lane, slices: Slices) -> Iterator[Piece]:
     """The sub-slices of a loop in the order of its products."""
     for step, here in enumerate(lane.routes):
@@ -68,6 +74,14 @@ def gather(
         return (slices.sizes[here.send], *rest), (slices.sizes[here.recv], *rest)
 
     lane = Lane(call, "gather", header, shapes, device=own.device, check=check)
+    if header.schedule == "plain":
+        gathered = own.new_empty(slices.total, *rest) if into is None else into
+        for transfer in _send_to_all(call, lane, own, slices, gathered):
+            call.wait(transfer)
+        call.begin_product()
+        yield whole(slices), gathered
+        call.end_product(0, 0, rank)
+        return
     if into is not None:
         into[slices.rows(rank)] = own
     arriving: dict[int, tuple[Transfer, Tensor, Tensor | None]] = {}
@@ -87,7 +101,9 @@ def gather(
             outgoing = data if ring else own[slices.local(rank, s)]
             transfer = lane.post(step, s, outgoing, incoming)
             arriving[s] = (transfer, incoming, data if ring and owned else None)
+        call.begin_product()
         yield piece, data
+        call.end_product(step, s, piece.owner)
         if owned and (step == lane.last or not ring):
             call.release(data)
 
@@ -107,10 +123,14 @@ def send_everywhere(
         return (slices.sizes[here.send], *rest), (slices.sizes[here.recv], *rest)
 
     lane = Lane(call, "gather", replace(header, schedule="direct"), shapes, device=own.device, check=check)
-    into[slices.rows(call.peers.rank)] = own
-    transfers = [lane.post(step, 0, own, into[slices.rows(lane.routes[step].recv)]) for step in range(lane.last)]
+    transfers = _send_to_all(call, lane, own, slices, into)
     call.leave(transfers)
     return transfers
+
+
+def _send_to_all(call: Call, lane: Lane, own: Tensor, slices: Slices, into: Tensor) -> list[Transfer]:
+    into[slices.rows(call.peers.rank)] = own
+    return [lane.post(step, 0, own, into[slices.rows(lane.routes[step].recv)]) for step in range(lane.last)]
 
 
 class Scatter:
@@ -143,19 +163,24 @@ class Scatter:
             return (slices.sizes[here.send], *rest), (slices.sizes[here.recv], *rest)
 
         self._call, self._slices, self._dtype, self._window = call, slices, header.dtype, window
-        self._ring = header.schedule == "ring"
+        self._ring, self._plain = header.schedule == "ring", header.schedule == "plain"
         self._lane = Lane(call, "scatter", header, shapes, device=device, check=check)
         kept = header.dtype if self._ring else sum_dtype(header.dtype)
         self._sum = torch.zeros(slices.sizes[self._rank], *rest, dtype=kept, device=device)
         self._arriving: dict[tuple[int, int], tuple[Transfer, Tensor, Tensor]] = {}
 
     def pieces(self) -> Iterator[Piece]:
-        """The order in which partials must be put."""
-        return walk(self._lane, self._slices)
+        """The order in which partials must be put; what the caller does until it puts one is its product."""
+        for piece in [whole(self._slices)] if self._plain else walk(self._lane, self._slices):
+            self._call.begin_product()
+            yield piece
 
     def put(self, piece: Piece, partial: Tensor) -> None:
         """Give one piece's partial sum, (its rows, ...), contiguous; from here on it belongs to the loop."""
-        if self._ring:
+        self._call.end_product(piece.step, piece.subslice, piece.owner)
+        if self._plain:
+            self._put_whole(partial)
+        elif self._ring:
             self._put_ring(piece, partial)
         else:
             self._put_direct(piece, partial)
@@ -165,6 +190,20 @@ class Scatter:
         if bias is not None:
             self._sum += bias
         return self._sum.to(self._dtype)
+
+    def _put_whole(self, partial: Tensor) -> None:
+        slices, lane = self._slices, self._lane
+        transfers = []
+        for step in range(lane.last):
+            incoming = partial.new_empty(slices.sizes[self._rank], *partial.shape[1:])
+            outgoing = partial[slices.rows(lane.routes[step].send)]
+            transfers.append((lane.post(step, 0, outgoing, incoming), incoming))
+        for transfer, incoming in transfers:
+            self._call.wait(transfer)
+            self._sum += incoming
+            self._call.release(incoming)
+        self._sum += partial[slices.rows(self._rank)]
+        self._call.release(partial)
 
     def _put_ring(self, piece: Piece, partial: Tensor) -> None:
         if piece.step > 0:

@@ -6,17 +6,22 @@ waited for. Source: the batch of one send and one receive a step is what kept na
 and more ranks.
 """
 
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.overlap import trace
 from stretto.overlap.faults import Header, PeerError, hang_up, refuse, report
+from stretto.overlap.law import Choice
+from stretto.overlap.report import Record, Records
 from stretto.overlap.routes import Kind, Route, Schedule, route
 
 __all__ = ["Call", "Lane", "Peers", "Transfer", "peers_of"]
@@ -30,11 +35,14 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
+        self._backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
         self.world_size = dist.get_world_size(group)
         self.store: dist.Store = group.get_group_store()
         self.num_calls = 0
         self.fault = ""
         self.unfinished: list[Transfer] = []
+        self.records = Records()
+        self.choices: dict[Hashable, Choice] = {}
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -43,13 +51,18 @@ class Peers:
         assert group is not None
         return group
 
+    def backend(self, device: torch.device) -> str:
+        """The name of what carries the group's messages for a device: "gloo", "nccl", ..."""
+        return self._backends.get(device.type, "none")
+
     @contextmanager
-    def call(self, operation: str) -> Iterator["Call"]:
+    def call(self, operation: str, *, background: bool = False) -> Iterator["Call"]:
         """One call of an operation. Every rank of the group enters it, in the same order.
 
-        A `ValueError` raised before anything was sent leaves the group usable; any later error ends it.
+        A `ValueError` raised before anything was sent leaves the group usable; any later error ends it. In the
+        `background`, in a thread that only communicates, waits expose nothing.
         """
-        call = Call(self, operation, self.num_calls)
+        call = Call(self, operation, self.num_calls, background=background)
         with self.guard(call):
             self.num_calls += 1
             yield call
@@ -113,18 +126,40 @@ class Transfer:
     works: list[dist.Work]
     messages: list[tuple[str, Tensor, int]]
     """("sending to" or "receiving from", tensor, peer)."""
+    watched: "list[Future[None]]" = field(default_factory=list)
+    """While a trace is open: the ends of the works, for which its threads wait."""
+
+    def wait(self, index: int) -> None:
+        """Until one of the works has ended."""
+        if self.watched:
+            self.watched[index].result()
+        else:
+            self.works[index].wait()
 
 
 class Call:
     """The transfers of one call, posted and waited for in program order."""
 
-    def __init__(self, peers: Peers, operation: str, number: int) -> None:
+    def __init__(self, peers: Peers, operation: str, number: int, *, background: bool = False) -> None:
         self.peers = peers
+        self.background = background
+        self.is_trial = False
+        """What runs is measured and thrown away: it does not enter the report."""
         self.operation = operation
         self.number = number
         self.num_posts = 0
         self.position = "the first step"
+        self.tuned_as = ""
+        self.facts: Hashable = ()
+        self.choice: Choice | None = None
+        self.exposed_s = 0.0
+        """Seconds in which the host did nothing but wait for messages."""
+        self.products_s = 0.0
+        """Seconds of the caller's work between them."""
         self._in_flight: list[Transfer] = []
+        self._record: Record | None = None
+        self._recorded_s = 0.0
+        self._start_s = self._product_s = time.perf_counter()
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Transfer:
         """Start one batch of (tensor, peer) messages; empty tensors are left out on both sides."""
@@ -137,20 +172,48 @@ class Call:
         ]
         self.num_posts += 1
         transfer = Transfer(dist.batch_isend_irecv(batch) if batch else [], messages)
+        if trace.is_tracing():
+            names = [f"{verb} rank {peer} {tuple(t.shape)}, {self.position}" for verb, t, peer in messages]
+            transfer.watched = [
+                trace.watch(work, name, self.name, self.operation) for work, name in zip(transfer.works, names)
+            ]
         self._in_flight.append(transfer)
         return transfer
 
     def wait(self, transfer: Transfer) -> None:
         """Until the transfer's messages have arrived and left; a peer that is gone ends the group."""
         each = len(transfer.works) == len(transfer.messages)  # NCCL gives one work for the whole batch
-        for index, work in enumerate(transfer.works):
+        start_s = time.perf_counter()
+        for index in range(len(transfer.works)):
             try:
-                work.wait()
+                transfer.wait(index)
             except RuntimeError as error:
                 messages = transfer.messages[index:] if each else transfer.messages
                 doing = " and ".join(f"{verb} rank {peer} {tuple(t.shape)}" for verb, t, peer in messages)
                 self.fail(f"{doing}: {str(error).splitlines()[0]}", error)
+        if not self.background:
+            end_s = time.perf_counter()
+            self.exposed_s += end_s - start_s
+            if trace.is_tracing():
+                trace.add(trace.Span("wait", self.position, start_s, end_s, self.name, self.operation))
         self.leave([transfer])
+
+    @property
+    def name(self) -> str:
+        """The group and the call's number on it."""
+        return f"{self.peers.group.group_name}, call {self.number}"
+
+    def begin_product(self) -> None:
+        """The caller starts to compute."""
+        self._product_s = time.perf_counter()
+
+    def end_product(self, step: int, subslice: int, owner: int) -> None:
+        """The caller has computed one piece."""
+        start_s, end_s = self._product_s, time.perf_counter()
+        self.products_s += end_s - start_s
+        if trace.is_tracing():
+            name = f"slice {owner}, sub-slice {subslice}, step {step}"
+            trace.add(trace.Span("product", name, start_s, end_s, self.name, self.operation))
 
     def release(self, buffer: Tensor) -> None:
         """The end of a buffer that this call allocated: nobody reads it after this. (The tests poison it.)"""
@@ -160,9 +223,28 @@ class Call:
         self._in_flight = [t for t in self._in_flight if not any(t is left for left in transfers)]
 
     def finish(self) -> None:
-        """Wait for whatever is still in flight."""
+        """Wait for whatever is still in flight, and note what the call did."""
         while self._in_flight:
             self.wait(self._in_flight[0])
+        if self._record is not None:
+            self._record.exposed_s += self.exposed_s - self._recorded_s
+            self._recorded_s = self.exposed_s
+            if trace.is_tracing():
+                span = trace.Span("call", self.operation, self._start_s, time.perf_counter(), self.name, self.operation)
+                trace.add(span)
+
+    def describe(self, header: Header) -> None:
+        """Enter the call into the group's report; once, when its first loop begins."""
+        if self._record is not None or self.is_trial:
+            return
+        peers, choice = self.peers, self.choice
+        record = peers.records.of(self.operation, self.tuned_as, self.facts, header.schedule, header.num_subslices)
+        record.num_calls += 1
+        if choice is not None:
+            record.predicted_s, record.why = choice.predicted_s, choice.why
+            record.predicted_exposed_s = choice.predicted_exposed_s
+        self._record = record
+        trace.describe(self.name, peers.world_size, header.num_subslices)
 
     def fail(self, cause: str, error: BaseException | None = None) -> NoReturn:
         """End the group and raise."""
@@ -178,6 +260,17 @@ class Call:
         hang_up(peers.group, peers.rank, peers.world_size)
         seen = "" if peers.fault == mine else f"; seen here: {mine}"
         return f"{peers.fault}{seen}; this group is dead and must be made anew"
+
+    def greatest(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """Each number's greatest over the ranks, from one small message to and from every peer."""
+        peers = self.peers
+        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+        theirs = [torch.empty_like(mine) for _ in range(peers.world_size)]
+        others = [peer for peer in range(peers.world_size) if peer != peers.rank]
+        theirs[peers.rank] = mine
+        self.wait(self.post([(mine, peer) for peer in others], [(theirs[peer], peer) for peer in others]))
+        found: list[float] = torch.stack(theirs).amax(0).tolist()
+        return found
 
     def exchange_sizes(self, header: Header, device: torch.device) -> list[int]:
         """The number of rows of every rank's slice, from one header to and from every peer.
@@ -223,6 +316,7 @@ class Lane:
     ) -> None:
         peers = call.peers
         schedule: Schedule = "ring" if header.schedule == "ring" else "direct"
+        call.describe(header)
         self.call = call
         self.routes = [route(kind, schedule, peers.rank, peers.world_size, i) for i in range(peers.world_size)]
         self.last = peers.world_size - 1

@@ -89,6 +89,10 @@ class QuerySlices:
             self._graphs[rows.start, rows.stop] = (inputs, out)
         return out.detach().contiguous()
 
+    def forget(self) -> None:
+        """Drop the graphs of the outputs so far."""
+        self._graphs.clear()
+
     def backward(self, rows: slice, grad: Tensor) -> None:
         """Take the gradient of a slice's output, (n, batch, heads * d), into those of q, k and v."""
         if not any(self._needs) or grad.numel() == 0:

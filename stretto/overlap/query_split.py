@@ -18,6 +18,7 @@ from stretto.overlap.p2p import Call
 from stretto.overlap.products import BiasGradient, WeightGradient, output
 from stretto.overlap.queries import QuerySlices
 from stretto.overlap.routes import Slices
+from stretto.overlap.tuning import tuned
 
 __all__ = ["AttentionReduceScatter"]
 
@@ -38,20 +39,28 @@ class AttentionReduceScatter(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        """Others' queries first, own last."""
+        """Others' queries first, own last. The backward is cut as the forward was: its slices are those graphs."""
         shape = (slices.total, q.shape[1], len(weight))
-        header = how.header(call, q.dtype)
         attended = q.new_empty(slices.total, q.shape[1], queries.features)
-        with how.peers.resume(call):
+
+        def run(way: How) -> Tensor:
+            queries.forget()
+            header, cut = way.header(call, q.dtype), slices.cut(way.num_subslices)
             window = call.peers.world_size if queries.is_causal else 2
-            scatter = Scatter(call, header, shape, slices, q.device, check=how.check, window=window)
+            scatter = Scatter(call, header, shape, cut, q.device, check=way.check, window=window)
             for piece in scatter.pieces():
                 attended[piece.rows] = queries.output(piece.rows)
                 partial = q.new_empty(len(attended[piece.rows]), *shape[1:])
                 scatter.put(piece, output(attended[piece.rows], weight, None, partial))
+            return scatter.result(bias)
+
+        facts = (shape[1:], q.dtype, queries.is_causal, how.gradients)
+        with how.peers.resume(call):
+            how, out = tuned(call, how, slices.total, facts, run)
+        slices = slices.cut(how.num_subslices)
         ctx.how, ctx.slices, ctx.queries = how, slices, queries
         ctx.save_for_backward(attended, weight, bias)
-        return scatter.result(bias)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -63,6 +72,7 @@ class AttentionReduceScatter(torch.autograd.Function):
         dw = WeightGradient(weight) if needs_w else None
         db = BiasGradient(bias, slices) if needs_b else None
         with how.peers.call("attention_reduce_scatter backward") as call:
+            call.tuned_as = how.tuned_as
             header = how.header(call, weight.dtype)
             for piece, dy in gather(call, header, grads[0].contiguous(), slices, check=how.check):
                 queries.backward(piece.rows, (dy.flatten(0, 1) @ weight).view(*dy.shape[:2], weight.shape[1]))

@@ -67,6 +67,10 @@ class Slices:
     """Rows of each rank's slice."""
     num_subslices: int = 1
 
+    def cut(self, num_subslices: int) -> "Slices":
+        """The same rows in another number of sub-slices."""
+        return Slices(self.sizes, num_subslices)
+
     def size(self, owner: int, subslice: int) -> int:
         """Rows of one sub-slice; 0 for some where the slice is shorter than `num_subslices`."""
         return slice_sizes(self.sizes[owner], self.num_subslices)[subslice]

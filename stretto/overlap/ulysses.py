@@ -6,7 +6,7 @@ it is given. The hazard: the weights are whole on every rank, so their gradients
 part of the sum. Source: DeepSpeed-Ulysses (arXiv 2309.14509); hidden as in CommFuse (arXiv 2604.24013).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from stretto.overlap.p2p import Call
 from stretto.overlap.products import output
 from stretto.overlap.queries import QuerySlices
 from stretto.overlap.routes import Slices
+from stretto.overlap.tuning import tuned
 
 __all__ = ["AttentionAllToAll", "Layout", "MatmulAllToAll"]
 
@@ -31,6 +32,10 @@ class Layout:
     rows: Slices
     features: tuple[Slices, ...]
     """For each weight, the features of every rank."""
+
+    def cut(self, num_subslices: int) -> "Layout":
+        """The same with rows in another number of sub-slices."""
+        return replace(self, rows=self.rows.cut(num_subslices))
 
     def width(self, rank: int) -> int:
         """Features of a rank, over all weights."""
@@ -45,6 +50,38 @@ class Layout:
         return found
 
 
+@dataclass
+class Gradients:
+    """The sums that the backward of a projection makes, in `sum_dtype`; None where none is needed."""
+
+    x: Tensor | None
+    weights: list[Tensor | None]
+    biases: list[Tensor | None]
+
+    def gather(self, call: Call, how: How, layout: Layout, grad: Tensor, x: Tensor, weights: list[Tensor]) -> None:
+        """Add what the head groups of the own rows give, as their gradients arrive."""
+        rank, rows, inner = call.peers.rank, layout.rows, x.shape[1]
+        trade = Trade(
+            make=lambda peer, s: grad[rows.rows(peer, s)],
+            room=lambda peer, s: x.new_empty(rows.size(rank, s), inner, layout.width(peer)),
+            sent=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
+            received=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
+            num_subslices=rows.num_subslices,
+            device=x.device,
+        )
+        for peer, s, piece in own_first(call, how.header(call, x.dtype), trade, check=how.check):
+            place = rows.local(rank, s)
+            mine = x[place].flatten(0, 1)
+            for (features, columns), weight, dw, db in zip(layout.parts(peer), weights, self.weights, self.biases):
+                part = piece[..., columns].flatten(0, 1)
+                if self.x is not None:
+                    self.x[place] += (part @ weight[features]).view(len(piece), *x.shape[1:])
+                if dw is not None:
+                    dw[features] += part.t() @ mine
+                if db is not None:
+                    db[features] += part.sum(0, dtype=db.dtype)
+
+
 class MatmulAllToAll(torch.autograd.Function):
     """x (sizes[rank], inner, K), weights (F, K) -> (sum(sizes), inner, sum of this rank's features)."""
 
@@ -52,29 +89,34 @@ class MatmulAllToAll(torch.autograd.Function):
     def forward(ctx: Any, call: Call, how: How, layout: Layout, x: Tensor, num_weights: int, *rest: Tensor) -> Tensor:
         """Others' head groups are computed and sent first, the own last."""
         weights, biases = rest[:num_weights], rest[num_weights:]
-        rank, rows, inner = call.peers.rank, layout.rows, x.shape[1]
+        rank, inner = call.peers.rank, x.shape[1]
+        out = x.new_empty(layout.rows.total, inner, layout.width(rank))
 
-        def make(peer: int, s: int) -> Tensor:
-            mine = x[rows.local(rank, s)]
-            made = x.new_empty(len(mine), inner, layout.width(peer))
-            for (features, columns), weight, bias in zip(layout.parts(peer), weights, biases):
-                output(mine, weight[features], None if bias is None else bias[features], made[..., columns])
-            return made
+        def run(way: How) -> None:
+            rows = layout.rows.cut(way.num_subslices)
 
-        out = x.new_empty(rows.total, inner, layout.width(rank))
-        trade = Trade(
-            make=make,
-            room=lambda peer, s: out[rows.rows(peer, s)],
-            sent=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
-            received=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
-            num_subslices=rows.num_subslices,
-            device=x.device,
-        )
-        header = how.header(call, x.dtype)
-        with how.peers.resume(call):
-            for peer, s, piece in own_last(call, header, trade, check=how.check):
+            def make(peer: int, s: int) -> Tensor:
+                mine = x[rows.local(rank, s)]
+                made = x.new_empty(len(mine), inner, layout.width(peer))
+                for (features, columns), weight, bias in zip(layout.parts(peer), weights, biases):
+                    output(mine, weight[features], None if bias is None else bias[features], made[..., columns])
+                return made
+
+            trade = Trade(
+                make=make,
+                room=lambda peer, s: out[rows.rows(peer, s)],
+                sent=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
+                received=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
+                num_subslices=rows.num_subslices,
+                device=x.device,
+            )
+            for peer, s, piece in own_last(call, way.header(call, x.dtype), trade, check=way.check):
                 if peer == rank:
                     out[rows.rows(rank, s)] = piece
+
+        facts = (x.shape[1:], tuple(f.sizes for f in layout.features), x.dtype)
+        with how.peers.resume(call):
+            tuned(call, how, layout.rows.total, facts, run)
         ctx.how, ctx.layout = how, layout
         ctx.save_for_backward(x, *weights)
         return out
@@ -85,32 +127,22 @@ class MatmulAllToAll(torch.autograd.Function):
         """Gradients of others' rows leave; each head group of the own rows is used as it comes, own first."""
         x, *weights = ctx.saved_tensors
         how, layout, grad = ctx.how, ctx.layout, grads[0].contiguous()
-        needs_x, needs_rest = ctx.needs_input_grad[3], ctx.needs_input_grad[5:]
-        rank, rows, inner = how.peers.rank, layout.rows, x.shape[1]
-        kept = sum_dtype(x.dtype)
-        dx = torch.zeros_like(x, dtype=kept) if needs_x else None
-        dws = [torch.zeros_like(w, dtype=kept) if n else None for w, n in zip(weights, needs_rest)]
-        dbs = [w.new_zeros(len(w), dtype=kept) if n else None for w, n in zip(weights, needs_rest[len(weights) :])]
-        trade = Trade(
-            make=lambda peer, s: grad[rows.rows(peer, s)],
-            room=lambda peer, s: x.new_empty(rows.size(rank, s), inner, layout.width(peer)),
-            sent=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
-            received=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
-            num_subslices=rows.num_subslices,
-            device=x.device,
-        )
+        needs_x, needs_w = ctx.needs_input_grad[3], ctx.needs_input_grad[5 : 5 + len(weights)]
+        needs_b = ctx.needs_input_grad[5 + len(weights) :]
+        facts = (x.shape[1:], tuple(f.sizes for f in layout.features), x.dtype, tuple(ctx.needs_input_grad))
+
+        def run(way: How) -> Gradients:
+            found = Gradients(
+                torch.zeros_like(x, dtype=sum_dtype(x.dtype)) if needs_x else None,
+                [torch.zeros_like(w, dtype=sum_dtype(w.dtype)) if n else None for w, n in zip(weights, needs_w)],
+                [w.new_zeros(len(w), dtype=sum_dtype(w.dtype)) if n else None for w, n in zip(weights, needs_b)],
+            )
+            found.gather(call, way, layout.cut(way.num_subslices), grad, x, weights)
+            return found
+
         with how.peers.call("matmul_all_to_all backward") as call:
-            header = how.header(call, x.dtype)
-            for peer, s, piece in own_first(call, header, trade, check=how.check):
-                mine = x[rows.local(rank, s)].flatten(0, 1)
-                for (features, columns), weight, dw, db in zip(layout.parts(peer), weights, dws, dbs):
-                    part = piece[..., columns].flatten(0, 1)
-                    if dx is not None:
-                        dx[rows.local(rank, s)] += (part @ weight[features]).view(len(piece), *x.shape[1:])
-                    if dw is not None:
-                        dw[features] += part.t() @ mine
-                    if db is not None:
-                        db[features] += part.sum(0, dtype=kept)
+            _, sums = tuned(call, how, layout.rows.total, facts, run)
+        dx, dws, dbs = sums.x, sums.weights, sums.biases
         found = (None if g is None else g.to(x.dtype) for g in (*dws, *dbs))
         return None, None, None, None if dx is None else dx.to(x.dtype), None, *found
 
@@ -132,28 +164,36 @@ class AttentionAllToAll(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         """Others' queries are computed and sent first, own last; head groups are joined as they come."""
-        rank, rows, (heads,) = call.peers.rank, layout.rows, layout.features
-        batch, own = q.shape[1], rows.sizes[call.peers.rank]
-        trade = Trade(
-            make=lambda peer, s: queries.output(rows.rows(peer, s)),
-            room=lambda peer, s: q.new_empty(rows.size(rank, s), batch, heads.sizes[peer]),
-            sent=lambda peer: (rows.sizes[peer], batch, heads.sizes[rank]),
-            received=lambda peer: (own, batch, heads.sizes[peer]),
-            num_subslices=rows.num_subslices,
-            device=q.device,
-        )
-        header = how.header(call, q.dtype)
+        rank, (heads,) = call.peers.rank, layout.features
+        batch, own = q.shape[1], layout.rows.sizes[call.peers.rank]
         joined = q.new_empty(own, batch, heads.total)
-        y = None
-        if weight is not None:
-            y = q.new_zeros(own, batch, len(weight), dtype=sum_dtype(q.dtype))
-        with how.peers.resume(call):
-            for peer, s, piece in own_last(call, header, trade, check=how.check):
+
+        def run(way: How) -> Tensor | None:
+            rows = layout.rows.cut(way.num_subslices)
+            queries.forget()
+            trade = Trade(
+                make=lambda peer, s: queries.output(rows.rows(peer, s)),
+                room=lambda peer, s: q.new_empty(rows.size(rank, s), batch, heads.sizes[peer]),
+                sent=lambda peer: (rows.sizes[peer], batch, heads.sizes[rank]),
+                received=lambda peer: (own, batch, heads.sizes[peer]),
+                num_subslices=rows.num_subslices,
+                device=q.device,
+            )
+            y = None
+            if weight is not None:
+                y = q.new_zeros(own, batch, len(weight), dtype=sum_dtype(q.dtype))
+            for peer, s, piece in own_last(call, way.header(call, q.dtype), trade, check=way.check):
                 place, columns = rows.local(rank, s), heads.rows(peer)
                 joined[place, :, columns] = piece
                 if weight is not None and y is not None:
                     part = piece.flatten(0, 1) @ weight[:, columns].t()
                     y[place] += part.view(*piece.shape[:2], len(weight))
+            return y
+
+        facts = (batch, heads.sizes, q.dtype, queries.is_causal, weight is None, how.gradients)
+        with how.peers.resume(call):
+            how, y = tuned(call, how, layout.rows.total, facts, run)
+        layout = layout.cut(how.num_subslices)
         if y is not None and bias is not None:
             y += bias
         ctx.how, ctx.layout, ctx.queries = how, layout, queries
@@ -185,6 +225,7 @@ class AttentionAllToAll(torch.autograd.Function):
         )
         dw = db = None
         with how.peers.call("attention_all_to_all backward") as call:
+            call.tuned_as = how.tuned_as
             header = how.header(call, grad.dtype)
             for peer, s, piece in own_first(call, header, trade, check=how.check):
                 if peer == rank and s == 0 and ctx.needs_input_grad[7]:

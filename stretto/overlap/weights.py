@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.overlap import reference
 from stretto.overlap.inputs import (
     How,
     Sizes,
@@ -29,6 +27,7 @@ from stretto.overlap.inputs import (
 from stretto.overlap.loops import Scatter, gather, sum_dtype
 from stretto.overlap.p2p import Call, peers_of
 from stretto.overlap.routes import Slices
+from stretto.overlap.tuning import tuned
 
 __all__ = ["weight_gather_matmul"]
 
@@ -44,6 +43,7 @@ def weight_gather_matmul(
     num_subslices: int = 1,
     keep_gathered: bool = False,
     check: bool = True,
+    tuned_as: str = "",
 ) -> Tensor:
     """Multiply own data by a weight of which every rank has some rows, each slice of it as it arrives.
 
@@ -53,10 +53,11 @@ def weight_gather_matmul(
         group: every rank of it makes this call.
         sizes: rows of the weight on every rank: None (equal), "exchange", or one number a rank, as in
             `all_gather_matmul`.
-        schedule: "direct", "ring", or "plain" for the collectives.
+        schedule: as in `all_gather_matmul`.
         num_subslices: pieces per slice.
         keep_gathered: keep the whole weight for the backward; else it is gathered again.
-        check: as in `all_gather_matmul`.
+        check: as in `all_gather_matmul`, and so `tuned_as`.
+        tuned_as: see `check`.
 
     Returns:
         (..., F).
@@ -71,11 +72,9 @@ def weight_gather_matmul(
     peers = peers_of(group)
     with peers.call("weight_gather_matmul") as call:
         check_linear(x, [weight], [None], 0)
-        how = checked_how(peers, schedule, num_subslices, check, needed(x, weight), keep_gathered)
+        how = checked_how(peers, schedule, num_subslices, check, needed(x, weight), keep_gathered, device=x.device, tuned_as=tuned_as)
         rows = weight.unsqueeze(1).contiguous()
         slices = gathered_slices(call, how, how.header(call, x.dtype), rows, sizes)
-    if schedule == "plain":
-        return F.linear(x, reference.all_gather(rows, slices.sizes, group).squeeze(1))
     result: Tensor = _WeightGatherMatmul.apply(call, how, slices, x.flatten(0, -2).contiguous(), rows)
     return result.view(*x.shape[:-1], slices.total)
 
@@ -87,10 +86,14 @@ class _WeightGatherMatmul(torch.autograd.Function):
     def forward(ctx: Any, call: Call, how: How, slices: Slices, x: Tensor, weight: Tensor) -> Tensor:
         out = x.new_empty(len(x), slices.total)
         kept = weight.new_empty(slices.total, 1, weight.shape[2]) if how.keep_gathered else None
+
+        def run(way: How) -> None:
+            header, cut = way.header(call, x.dtype), slices.cut(way.num_subslices)
+            for piece, rows in gather(call, header, weight, cut, check=way.check, into=kept):
+                torch.mm(x, rows.squeeze(1).t(), out=out[:, piece.rows])
+
         with how.peers.resume(call):
-            header = how.header(call, x.dtype)
-            for piece, rows in gather(call, header, weight, slices, check=how.check, into=kept):
-                out[:, piece.rows] = x @ rows.squeeze(1).t()
+            tuned(call, how, slices.total, (weight.shape[2], x.dtype, how.keep_gathered), run)
         ctx.how, ctx.slices = how, slices
         ctx.save_for_backward(x, weight if kept is None else kept)
         return out
@@ -101,21 +104,25 @@ class _WeightGatherMatmul(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         how, dy = ctx.how, grads[0]
         needs_x, needs_w = ctx.needs_input_grad[3:]
-        kept = how.keep_gathered
-        dx = torch.zeros_like(x, dtype=sum_dtype(x.dtype)) if needs_x and not kept else None
-        dw = None
-        if needs_w or dx is not None:
+        gathers = needs_x and not how.keep_gathered
+        dx = dw = None
+        if needs_w or gathers:
+            facts = (x.shape[1], x.dtype, gathers, needs_w)
             with how.peers.call("weight_gather_matmul backward") as call:
-                dw = _gradients(call, ctx, x, weight, dy, dx)
-        if needs_x:
-            dx = dy @ weight.squeeze(1) if dx is None else dx.to(x.dtype)
+                _, (dx, dw) = tuned(
+                    call, how, ctx.slices.total, facts, lambda way: _gradients(call, ctx, way, x, weight, dy, gathers)
+                )
+        if needs_x and not gathers:
+            dx = dy @ weight.squeeze(1)
         return None, None, None, dx, dw
 
 
-def _gradients(call: Call, ctx: Any, x: Tensor, weight: Tensor, dy: Tensor, dx: Tensor | None) -> Tensor | None:
+def _gradients(
+    call: Call, ctx: Any, how: How, x: Tensor, weight: Tensor, dy: Tensor, gathers: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """One loop: rows of the weight arrive for the input's gradient while the weight's gradient leaves."""
-    how, slices = ctx.how, ctx.slices
-    header = how.header(call, x.dtype)
+    slices, header = ctx.slices.cut(how.num_subslices), how.header(call, x.dtype)
+    dx = torch.zeros_like(x, dtype=sum_dtype(x.dtype)) if gathers else None
     scatter = None
     if ctx.needs_input_grad[4]:
         scatter = Scatter(call, header, (slices.total, 1, x.shape[1]), slices, x.device, check=how.check)
@@ -127,4 +134,4 @@ def _gradients(call: Call, ctx: Any, x: Tensor, weight: Tensor, dy: Tensor, dx: 
         if dx is not None and arrived is not None:
             place, rows = arrived
             dx += dy[:, place.rows] @ rows.squeeze(1)
-    return scatter.result() if scatter is not None else None
+    return None if dx is None else dx.to(x.dtype), None if scatter is None else scatter.result()

@@ -1,0 +1,87 @@
+"""What every kind of call did on a group: how it communicated, how often, what stayed exposed.
+
+A library that silently does not overlap is worse than none: whatever was asked for and does not happen is said once,
+as an `OverlapWarning`, and stands in the report. The hazard: seconds exposed are those in which the host was blocked;
+on CUDA the host is not, and only a trace knows.
+"""
+
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+__all__ = ["OverlapWarning", "Record", "Records", "Report"]
+
+
+class OverlapWarning(UserWarning):
+    """Overlap was asked for and does not happen."""
+
+
+@dataclass
+class Record:
+    """What calls of one operation, shape and schedule did together."""
+
+    operation: str
+    tuned_as: str
+    schedule: str
+    num_subslices: int
+    num_calls: int = 0
+    exposed_s: float = 0.0
+    """Seconds, of all calls, in which the host waited for messages."""
+    predicted_s: float | None = None
+    """Seconds of one call by the law, where it was measured."""
+    predicted_exposed_s: float | None = None
+    why: str = ""
+    """Why it communicates as it does, where that is not what was asked for."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The records of one group, in the order in which they were begun."""
+
+    records: list[Record]
+
+    def __str__(self) -> str:
+        head = ("operation", "tuned as", "schedule", "m", "calls", "exposed ms a call", "predicted ms", "why")
+        rows = [head, *(_row(record) for record in self.records)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
+
+
+def _row(record: Record) -> tuple[str, ...]:
+    exposed = record.exposed_s / max(1, record.num_calls) * 1e3
+    predicted = "-" if record.predicted_exposed_s is None else f"{record.predicted_exposed_s * 1e3:.3f}"
+    schedule, m = record.schedule, str(record.num_subslices)
+    return (
+        record.operation,
+        record.tuned_as,
+        schedule,
+        m,
+        str(record.num_calls),
+        f"{exposed:.3f}",
+        predicted,
+        record.why,
+    )
+
+
+@dataclass
+class Records:
+    """The records of a group as they grow."""
+
+    records: dict[Hashable, Record] = field(default_factory=dict)
+    said: set[str] = field(default_factory=set)
+
+    def of(self, operation: str, tuned_as: str, facts: Hashable, schedule: str, num_subslices: int) -> Record:
+        """The record of a kind of call, begun if it is the first."""
+        key = (operation, tuned_as, facts, schedule, num_subslices)
+        if key not in self.records:
+            self.records[key] = Record(operation, tuned_as, schedule, num_subslices)
+        return self.records[key]
+
+    def say_once(self, group: dist.ProcessGroup, reason: str) -> None:
+        """Warn of one reason, once for this group."""
+        if reason not in self.said:
+            self.said.add(reason)
+            name = group.group_desc or group.group_name
+            warnings.warn(f"group {name!r}: {reason}", OverlapWarning, stacklevel=2)
