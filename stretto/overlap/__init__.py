@@ -21,8 +21,11 @@ from stretto.overlap.gradients import GradientReducer
 from stretto.overlap.lora import parallelize_lora
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear
+from stretto.overlap.p2p import report
 from stretto.overlap.plans import OverlapColwise, OverlapRowwise, parallelize
 from stretto.overlap.shipped import LLAMA, LLAMA_TP, QWEN2, QWEN2_TP, QWEN3, QWEN3_TP
+from stretto.overlap.records import OverlapWarning, Report
+from stretto.overlap.tracing import Trace, trace
 from stretto.overlap.weights import weight_gather_matmul
 
 __all__ = [
@@ -37,10 +40,13 @@ __all__ = [
     "LinearOptions",
     "OverlapColwise",
     "OverlapRowwise",
+    "OverlapWarning",
     "PeerError",
     "Pending",
     "ReductionThread",
+    "Report",
     "RowLinear",
+    "Trace",
     "all_gather_matmul",
     "attention_all_to_all",
     "attention_reduce_scatter",
@@ -54,8 +60,10 @@ __all__ = [
     "reduce_bucket",
     "repeat_kv_heads",
     "replicate_matmul",
+    "report",
     "scaled_dot_product_attention",
     "split_heads",
     "vocab_cross_entropy",
+    "trace",
     "weight_gather_matmul",
 ]

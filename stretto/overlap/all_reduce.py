@@ -13,7 +13,6 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.overlap import reference
 from stretto.overlap.column import ReplicateMatmul
 from stretto.overlap.inputs import (
     check_linear,
@@ -24,8 +23,9 @@ from stretto.overlap.inputs import (
     scattered_slices,
     side_by_side,
 )
-from stretto.overlap.p2p import Call, Transfer, peers_of
+from stretto.overlap.p2p import Call, peers_of
 from stretto.overlap.row import MatmulAllReduce
+from stretto.overlap.transfers import Transfer
 
 __all__ = ["Pending", "matmul_all_reduce", "matmul_all_reduce_start", "replicate_matmul"]
 
@@ -40,6 +40,7 @@ def matmul_all_reduce(
     schedule: str = ...,
     num_subslices: int = ...,
     check: bool = ...,
+    tuned_as: str = ...,
 ) -> Tensor: ...
 @overload
 def matmul_all_reduce(
@@ -51,6 +52,7 @@ def matmul_all_reduce(
     schedule: str = ...,
     num_subslices: int = ...,
     check: bool = ...,
+    tuned_as: str = ...,
 ) -> list[Tensor]: ...
 @outside_of_graphs
 def matmul_all_reduce(
@@ -62,6 +64,7 @@ def matmul_all_reduce(
     schedule: str = "direct",
     num_subslices: int = 1,
     check: bool = True,
+    tuned_as: str = "",
 ) -> Tensor | list[Tensor]:
     """Multiply and sum over ranks, every rank keeping all rows: tensor parallelism without sequence sharding.
 
@@ -78,7 +81,8 @@ def matmul_all_reduce(
             after the sum.
         schedule: as in `matmul_reduce_scatter`.
         num_subslices: pieces per slice.
-        check: as in `all_gather_matmul`.
+        check: as in `all_gather_matmul`, and so `tuned_as`.
+        tuned_as: see `check`.
 
     Returns:
         (..., F), or a list of them, which are views of one tensor; bitwise the same on every rank.
@@ -89,10 +93,13 @@ def matmul_all_reduce(
     Raises:
         As `all_gather_matmul`.
     """
-    pending = matmul_all_reduce_start(
-        x, weights, group, biases=biases, schedule=schedule, num_subslices=num_subslices, check=check
-    )
-    return pending.wait()
+    options: dict[str, Any] = {
+        "schedule": schedule,
+        "num_subslices": num_subslices,
+        "check": check,
+        "tuned_as": tuned_as,
+    }
+    return matmul_all_reduce_start(x, weights, group, biases=biases, **options).wait()
 
 
 @outside_of_graphs
@@ -105,6 +112,7 @@ def matmul_all_reduce_start(
     schedule: str = "direct",
     num_subslices: int = 1,
     check: bool = True,
+    tuned_as: str = "",
 ) -> "Pending":
     """`matmul_all_reduce` up to its second half: the summed slices are on their way when this returns.
 
@@ -115,22 +123,17 @@ def matmul_all_reduce_start(
     peers = peers_of(group)
     with peers.call("matmul_all_reduce") as call:
         check_linear(x, ws, bs, 0)
-        how = checked_how(peers, schedule, num_subslices, check, needed(x, *ws, *bs))
+        gradients, device = needed(x, *ws, *bs), x.device
+        how = checked_how(peers, schedule, num_subslices, check, gradients, device=device, tuned_as=tuned_as)
         rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
-        header = how.header(call, x.dtype)
-        shape = (rows.shape[0], 1, sum(map(len, ws)))
-        slices = scattered_slices(call, how, header, shape, None, x)
+        slices = scattered_slices(how, len(rows), None)
     pending = Pending(call)
     try:
-        if schedule == "plain":
-            outs: Sequence[Tensor] = reference.matmul_all_reduce(rows, ws, group, bs)
-        else:
-            out = MatmulAllReduce.apply(call, how, slices, pending.transfers, len(ws), rows, *ws, *bs)
-            outs = side_by_side(out, ws)
+        out = MatmulAllReduce.apply(call, how, slices, pending.transfers, len(ws), rows, *ws, *bs)
     except BaseException:  # such as the early end of a recomputation: buffers must outlive their transfers
         pending.wait_for_transfers()
         raise
-    ys = [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
+    ys = [part.view(*x.shape[:-1], part.shape[-1]) for part in side_by_side(out, ws)]
     pending.out = ys[0] if isinstance(weights, Tensor) else ys
     return pending
 
@@ -168,6 +171,7 @@ def replicate_matmul(
     schedule: str = "direct",
     num_subslices: int = 1,
     check: bool = True,
+    tuned_as: str = "",
 ) -> list[Tensor]:
     """Multiply an `x` that every rank has whole: a column layer without sequence sharding.
 
@@ -179,6 +183,7 @@ def replicate_matmul(
         schedule: of the backward, as in `matmul_reduce_scatter`. Nothing is sent forward.
         num_subslices: pieces per slice.
         check: as in `all_gather_matmul`; nothing can be checked before the backward.
+        tuned_as: as in `all_gather_matmul`.
 
     Returns:
         Each (..., F).
@@ -194,10 +199,8 @@ def replicate_matmul(
     bs = list(biases) if biases is not None else [None] * len(weights)
     with peers.call("replicate_matmul"):
         check_linear(x, weights, bs, 0)
-        how = checked_how(peers, schedule, num_subslices, check, needed(x, *weights, *bs))
+        gradients, device = needed(x, *weights, *bs), x.device
+        how = checked_how(peers, schedule, num_subslices, check, gradients, device=device, tuned_as=tuned_as)
     rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
-    if schedule == "plain":
-        outs = reference.replicate_matmul(rows, weights, group, bs)
-    else:
-        outs = list(ReplicateMatmul.apply(how, len(weights), rows, *weights, *bs))
+    outs = ReplicateMatmul.apply(how, len(weights), rows, *weights, *bs)
     return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.overlap import reference
 from stretto.overlap.heads import repeat_kv_heads, split_heads
 from stretto.overlap.inputs import (
     Sizes,
@@ -53,6 +52,7 @@ def matmul_all_to_all(
     schedule: str = "direct",
     num_subslices: int = 1,
     check: bool = True,
+    tuned_as: str = "",
 ) -> list[Tensor]:
     """Project own rows to all features and trade: own features of all rows. The first half of Ulysses.
 
@@ -63,9 +63,10 @@ def matmul_all_to_all(
         features: for each weight, how many of its F features every rank gets, in the order of ranks.
         biases: each (F,), or None.
         sizes: rows of every rank, as in `all_gather_matmul`.
-        schedule: "direct", or "plain" for the collective.
+        schedule: "direct", "plain" or "auto", as in `all_gather_matmul`.
         num_subslices: pieces a rank's rows are cut in.
-        check: as in `all_gather_matmul`.
+        check: as in `all_gather_matmul`, and so `tuned_as`.
+        tuned_as: see `check`.
 
     Returns:
         For each weight (batch, sum(sizes), features[weight][rank]); laid out rows first.
@@ -81,7 +82,16 @@ def matmul_all_to_all(
     bs = list(biases) if biases is not None else [None] * len(weights)
     with peers.call("matmul_all_to_all") as call:
         check_linear(x, weights, bs, 1)
-        how = checked_how(peers, schedule, num_subslices, check, needed(x, *weights, *bs), ring=False)
+        how = checked_how(
+            peers,
+            schedule,
+            num_subslices,
+            check,
+            needed(x, *weights, *bs),
+            device=x.device,
+            tuned_as=tuned_as,
+            ring=False,
+        )
         if len(features) != len(weights):
             raise ValueError(f"{len(features)} splits of features for {len(weights)} weights")
         cuts = tuple(Slices(sizes_from(f, peers.world_size)) for f in features)
@@ -89,12 +99,8 @@ def matmul_all_to_all(
             if cut.total != len(weight):
                 raise ValueError(f"features={cut.sizes} add up to {cut.total}, but the weight has {len(weight)}")
         rows = rows_first(x, 1)
-        header = how.header(call, x.dtype)
-        layout = Layout(gathered_slices(call, how, header, rows, sizes), cuts)
-    if schedule == "plain":
-        out = reference.matmul_all_to_all(rows, weights, group, bs, [cut.sizes for cut in cuts], layout.rows.sizes)
-    else:
-        out = MatmulAllToAll.apply(call, how, layout, rows, len(weights), *weights, *bs)
+        layout = Layout(gathered_slices(call, how, rows, sizes), cuts)
+    out = MatmulAllToAll.apply(call, how, layout, rows, len(weights), *weights, *bs)
     parts = out.split([cut.sizes[peers.rank] for cut in cuts], -1)
     return [part.transpose(0, 1) for part in parts]
 
@@ -116,6 +122,7 @@ def attention_all_to_all(
     schedule: str = "direct",
     num_subslices: int = 1,
     check: bool = True,
+    tuned_as: str = "",
 ) -> Tensor:
     """Attend with own heads for all rows and trade: all heads of own rows. The second half of Ulysses.
 
@@ -137,9 +144,10 @@ def attention_all_to_all(
         attn_mask: (..., rows or 1, rows), bool or added, broadcast over batch and own heads.
         is_causal: queries see keys up to their own row; later keys are not even read.
         sizes: rows that every rank owns; None: as `torch.chunk` cuts them.
-        schedule: "direct", or "plain" for the collective.
+        schedule: "direct", "plain" or "auto", as in `all_gather_matmul`.
         num_subslices: pieces a rank's queries are cut in.
-        check: as in `all_gather_matmul`.
+        check: as in `all_gather_matmul`, and so `tuned_as`.
+        tuned_as: see `check`.
 
     Returns:
         (batch, sizes[rank], all heads * d of values), or (batch, sizes[rank], F); laid out rows first.
@@ -156,7 +164,16 @@ def attention_all_to_all(
         check_heads(q, k, v)
         if bias is not None and weight is None:
             raise ValueError("a bias without a weight has nothing to be added to; give both or neither")
-        how = checked_how(peers, schedule, num_subslices, check, needed(q, k, v, weight, bias), ring=False)
+        how = checked_how(
+            peers,
+            schedule,
+            num_subslices,
+            check,
+            needed(q, k, v, weight, bias),
+            device=q.device,
+            tuned_as=tuned_as,
+            ring=False,
+        )
         counts = sizes_from([q.shape[2]] * peers.world_size if heads is None else heads, peers.world_size)
         if counts[peers.rank] != q.shape[2]:
             raise ValueError(f"heads[{peers.rank}]={counts[peers.rank]} but q has {q.shape[2]} heads")
@@ -164,14 +181,9 @@ def attention_all_to_all(
         if weight is not None:
             check_linear(q.new_empty(1, groups.total), [weight], [bias], 0)
         q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
-        header = how.header(call, q.dtype)
-        rows = scattered_slices(call, how, header, (len(q), q.shape[1]), sizes, q)
-    if schedule == "plain":
-        attended = reference.attend(q, k, v, attention, attn_mask, is_causal)
-        out = reference.join_heads(attended, group, groups.sizes, rows.sizes, weight, bias)
-    else:
-        queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
-        out = AttentionAllToAll.apply(call, how, Layout(rows, (groups,)), queries, q, k, v, weight, bias)
+        rows = scattered_slices(how, len(q), sizes)
+    queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
+    out = AttentionAllToAll.apply(call, how, Layout(rows, (groups,)), queries, q, k, v, weight, bias)
     return out.transpose(0, 1)
 
 
@@ -191,6 +203,7 @@ def attention_reduce_scatter(
     schedule: str = "direct",
     num_subslices: int = 1,
     check: bool = True,
+    tuned_as: str = "",
 ) -> Tensor:
     """Attend with own heads, project, and sum over ranks, each keeping its own rows: query-split attention.
 
@@ -206,9 +219,10 @@ def attention_reduce_scatter(
         is_causal: see `attention`. Arrivals are then awaited late, as in `attention_all_to_all`, which costs
             two buffers of the size of the whole output.
         sizes: rows that every rank is to own; None: as `torch.chunk` cuts them.
-        schedule: "direct", "ring" or "plain", as in `matmul_reduce_scatter`.
+        schedule: as in `matmul_reduce_scatter`.
         num_subslices: pieces a rank's queries are cut in.
-        check: as in `all_gather_matmul`.
+        check: as in `all_gather_matmul`, and so `tuned_as`.
+        tuned_as: see `check`.
 
     Returns:
         (batch, sizes[rank], F); laid out rows first.
@@ -224,14 +238,10 @@ def attention_reduce_scatter(
     with peers.call("attention_reduce_scatter") as call:
         check_heads(q, k, v)
         check_linear(q.new_empty(1, q.shape[2] * v.shape[3]), [weight], [bias], 0)
-        how = checked_how(peers, schedule, num_subslices, check, needed(q, k, v, weight, bias))
+        gradients, device = needed(q, k, v, weight, bias), q.device
+        how = checked_how(peers, schedule, num_subslices, check, gradients, device=device, tuned_as=tuned_as)
         q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
-        header = how.header(call, q.dtype)
-        slices = scattered_slices(call, how, header, (len(q), q.shape[1], len(weight)), sizes, q)
-    if schedule == "plain":
-        attended = reference.attend(q, k, v, attention, attn_mask, is_causal)
-        (out,) = reference.matmul_reduce_scatter(attended, [weight], group, [bias], slices.sizes)
-    else:
-        queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
-        out = AttentionReduceScatter.apply(call, how, slices, queries, q, k, v, weight, bias)
+        slices = scattered_slices(how, len(q), sizes)
+    queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
+    out = AttentionReduceScatter.apply(call, how, slices, queries, q, k, v, weight, bias)
     return out.transpose(0, 1)

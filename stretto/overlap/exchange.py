@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from stretto.overlap.faults import Header
-from stretto.overlap.p2p import Call, Lane, Shape, Transfer
+from stretto.overlap.lane import Lane
+from stretto.overlap.p2p import Call
 from stretto.overlap.routes import Route
+from stretto.overlap.transfers import Shape, Transfer
 
 __all__ = ["Trade", "own_first", "own_last"]
 

@@ -46,7 +46,7 @@ _OPERATIONS = (
     "vocab_cross_entropy",
 )
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
-_SCHEDULES = ("plain", "ring", "direct")
+_SCHEDULES = ("plain", "ring", "direct", "auto")
 _LANES = ("sizes", "gather", "scatter")
 
 
@@ -131,7 +131,7 @@ class Header:
         return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
 
 
-def report(store: dist.Store, fault: str, call: int) -> str:
+def enter(store: dist.Store, fault: str, call: int) -> str:
     """Enter `fault` as the group's first fault unless there is one; the entry that stands.
 
     Where another rank refused its input in the same call, before anything was sent, its refusal is the first

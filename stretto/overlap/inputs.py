@@ -48,14 +48,13 @@ class How:
     check: bool
     gradients: tuple[bool, ...]
     """Which inputs need one, outside of `torch.no_grad`."""
+    device: torch.device
     keep_gathered: bool = False
     tuned_as: str = ""
-    device: torch.device = torch.device("cpu")
 
     def header(self, call: Call, dtype: torch.dtype) -> Header:
         """The part of the headers that is the same for all steps of a call."""
         n, s = self.num_subslices, self.schedule
-        assert s != "auto", call.operation
         return Header(call.operation, call.number, "gather", 0, (), dtype, n, s, self.gradients, self.keep_gathered)
 
 
@@ -84,11 +83,11 @@ def checked_how(
         peers.records.say_once(peers.group, "one rank: there is nothing to overlap")
         schedule = "direct" if schedule == "auto" else schedule
     elif schedule != "plain" and peers.backend(device) not in _OVERLAPPING:
-        backend = peers.backend(device)
-        known_backends = " and ".join(_OVERLAPPING)
-        peers.records.say_once(peers.group, f"backend {backend!r} on {device.type}: only {known_backends} overlap here")
+        where = f"backend {peers.backend(device)!r} on {device.type}"
+        peers.records.say_once(peers.group, f"{where} is not overlapped, only {' and '.join(_OVERLAPPING)} are")
         schedule = "plain"
-    return How(peers, schedule, num_subslices, check, gradients, keep_gathered, tuned_as, device)  # type: ignore[arg-type]
+    chosen: Literal["auto", "plain", "ring", "direct"] = schedule  # type: ignore[assignment]
+    return How(peers, chosen, num_subslices, check, gradients, device, keep_gathered, tuned_as)
 
 
 def listed(
@@ -161,38 +160,29 @@ def side_by_side(y: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     return [y] if len(weights) == 1 else list(y.split([len(weight) for weight in weights], -1))
 
 
-def gathered_slices(call: Call, how: How, header: Header, x: Tensor, sizes: Sizes) -> Slices:
+def gathered_slices(call: Call, how: How, x: Tensor, sizes: Sizes) -> Slices:
     """The rows of every rank, where this one has those of `x`: given, equal, or exchanged."""
     rank, world_size = call.peers.rank, call.peers.world_size
-    header = replace(header, lane="sizes", shape=tuple(x.shape))
     if isinstance(sizes, str):
         if sizes != "exchange":
             raise ValueError(f"sizes={sizes!r} must be None (equal slices), 'exchange', or one row count a rank")
+        header = replace(how.header(call, x.dtype), lane="sizes", shape=tuple(x.shape))
         return Slices(tuple(call.exchange_sizes(header, x.device)), how.num_subslices)
     given = tuple([x.shape[0]] * world_size) if sizes is None else sizes_from(sizes, world_size)
     if given[rank] != x.shape[0]:
         raise ValueError(f"sizes[{rank}]={given[rank]} but this rank's slice has {x.shape[0]} rows")
-    if how.schedule == "plain" and how.check:
-        theirs = tuple(call.exchange_sizes(header, x.device))
-        if theirs != given:
-            call.fail(f"expected slices of {given} rows, but the ranks have {theirs}")
     return Slices(given, how.num_subslices)
 
 
-def scattered_slices(call: Call, how: How, header: Header, shape: tuple[int, ...], sizes: Sizes, x: Tensor) -> Slices:
-    """How the rows of a whole tensor of `shape` are owned: as given, or as `torch.chunk` cuts them."""
-    world_size = call.peers.world_size
+def scattered_slices(how: How, num_rows: int, sizes: Sizes) -> Slices:
+    """How the rows of a whole tensor are owned: as given, or as `torch.chunk` cuts them."""
+    world_size = how.peers.world_size
     if isinstance(sizes, str):
         raise ValueError(f"sizes={sizes!r}: a scatter knows all its rows; give row counts, or None for torch.chunk's")
-    given = slice_sizes(shape[0], world_size) if sizes is None else sizes
+    given = slice_sizes(num_rows, world_size) if sizes is None else sizes
     slices = Slices(sizes_from(given, world_size), how.num_subslices)
-    if slices.total != shape[0]:
-        raise ValueError(f"sizes={list(slices.sizes)} add up to {slices.total} rows, but there are {shape[0]}")
-    if how.schedule == "plain" and how.check:
-        header = replace(header, lane="sizes", shape=shape)
-        theirs = call.exchange_sizes(header, x.device)
-        if set(theirs) != {shape[0]}:
-            call.fail(f"expected {shape[0]} rows on every rank, but the ranks have {theirs}")
+    if slices.total != num_rows:
+        raise ValueError(f"sizes={list(slices.sizes)} add up to {slices.total} rows, but there are {num_rows}")
     return slices
 
 

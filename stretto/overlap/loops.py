@@ -2,9 +2,9 @@
 
 Between two sub-slices the caller does its product: that is what the transfers hide behind. Rows come first in
 every tensor here, (rows, ...), contiguous. A gather starts with the rank's own slice, a scatter ends with it.
-Under "plain" both have one piece, all rows, and every message travels before it or after it. The hazard: both must be driven to their end on every rank, one product after the other. Source: CommFuse
-(arXiv 2604.24013); the direct scatter's fixed order of summation and the m sub-slices in flight are this
-library's.
+Under "plain" both have one piece, all rows, and every message travels before it or after it. The hazard: both
+must be driven to their end on every rank, one product after the other. Source: CommFuse (arXiv 2604.24013);
+the direct scatter's fixed order of summation and the m sub-slices in flight are this library's.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from stretto.overlap.faults import Header
-from stretto.overlap.p2p import Call, Lane, Shape, Transfer
+from stretto.overlap.lane import Lane
+from stretto.overlap.p2p import Call
 from stretto.overlap.routes import Route, Slices
+from stretto.overlap.transfers import Shape, Transfer
 
 __all__ = ["Piece", "Scatter", "gather", "send_everywhere", "sum_dtype"]
 

@@ -12,7 +12,6 @@ from typing import overload
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.overlap import reference
 from stretto.overlap.column import AllGatherMatmul
 from stretto.overlap.inputs import (
     Sizes,
@@ -46,6 +45,7 @@ def all_gather_matmul(
     num_subslices: int = ...,
     keep_gathered: bool = ...,
     check: bool = ...,
+    tuned_as: str = ...,
 ) -> Tensor: ...
 @overload
 def all_gather_matmul(
@@ -60,6 +60,7 @@ def all_gather_matmul(
     num_subslices: int = ...,
     keep_gathered: bool = ...,
     check: bool = ...,
+    tuned_as: str = ...,
 ) -> list[Tensor]: ...
 @outside_of_graphs
 def all_gather_matmul(
@@ -74,6 +75,7 @@ def all_gather_matmul(
     num_subslices: int = 1,
     keep_gathered: bool = False,
     check: bool = True,
+    tuned_as: str = "",
 ) -> Tensor | list[Tensor]:
     """Gather `x` along `dim` and multiply by one or several weights, each slice as it arrives.
 
@@ -86,12 +88,15 @@ def all_gather_matmul(
         sizes: rows of every rank along `dim`. None: as many as here on each. "exchange": ask, one small
             message to every rank. Slices may be uneven and empty.
         schedule: "direct" sends the own slice to every rank, one a step; "ring" passes slices on; "plain"
-            calls the collective and hides nothing.
+            sends all at once before the product and hides nothing; "auto" measures each shape once, forward
+            and backward, and takes what the law predicts to be fastest.
         num_subslices: pieces per slice; the first product starts when the first piece is there.
         keep_gathered: keep the gathered x, (..., sum(sizes), ..., K), for the backward; else it is gathered
             again.
         check: precede payloads by headers. Without them ranks that disagree hang, abort or compute wrong
             numbers.
+        tuned_as: with "auto", calls of one `tuned_as` and one whole shape of `x` share a measurement; the same
+            on every rank. Name it by the layer's whole size where several layers take inputs of one shape.
 
     Returns:
         (..., sum(sizes) at dim, ..., F), or a list of them; laid out rows first.
@@ -109,14 +114,13 @@ def all_gather_matmul(
     peers = peers_of(group)
     with peers.call("all_gather_matmul") as call:
         dim = check_linear(x, ws, bs, dim)
-        how = checked_how(peers, schedule, num_subslices, check, needed(x, *ws, *bs), keep_gathered)
+        gradients, device = needed(x, *ws, *bs), x.device
+        how = checked_how(
+            peers, schedule, num_subslices, check, gradients, keep_gathered, device=device, tuned_as=tuned_as
+        )
         rows = rows_first(x, dim)
-        header = how.header(call, x.dtype)
-        slices = gathered_slices(call, how, header, rows, sizes)
-    if schedule == "plain":
-        outs = reference.all_gather_matmul(rows, ws, group, bs, slices.sizes)
-    else:
-        outs = list(AllGatherMatmul.apply(call, how, slices, len(ws), rows, *ws, *bs))
+        slices = gathered_slices(call, how, rows, sizes)
+    outs = list(AllGatherMatmul.apply(call, how, slices, len(ws), rows, *ws, *bs))
     ys = [rows_last(out, x, dim) for out in outs]
     return ys[0] if single else ys
 
@@ -133,6 +137,7 @@ def matmul_reduce_scatter(
     schedule: str = ...,
     num_subslices: int = ...,
     check: bool = ...,
+    tuned_as: str = ...,
 ) -> Tensor: ...
 @overload
 def matmul_reduce_scatter(
@@ -146,6 +151,7 @@ def matmul_reduce_scatter(
     schedule: str = ...,
     num_subslices: int = ...,
     check: bool = ...,
+    tuned_as: str = ...,
 ) -> list[Tensor]: ...
 @outside_of_graphs
 def matmul_reduce_scatter(
@@ -159,6 +165,7 @@ def matmul_reduce_scatter(
     schedule: str = "direct",
     num_subslices: int = 1,
     check: bool = True,
+    tuned_as: str = "",
 ) -> Tensor | list[Tensor]:
     """Multiply and sum over ranks, each rank keeping its own rows: others' rows are computed and sent first.
 
@@ -173,9 +180,11 @@ def matmul_reduce_scatter(
         sizes: rows that every rank is to own along `dim`. None: as `torch.chunk` and DTensor cut them.
         schedule: "direct" sends each partial to its owner, who adds in the fixed order r-1, r-2, ..., r+1,
             own last, in float32 (float64 for float64): bitwise repeatable. "ring" passes running sums on,
-            rounded to x's dtype at every hop. "plain" calls the collective and hides nothing.
+            rounded to x's dtype at every hop. "plain" sends all at once after the product and hides nothing.
+            "auto" as in `all_gather_matmul`.
         num_subslices: pieces per slice.
-        check: as in `all_gather_matmul`.
+        check: as in `all_gather_matmul`, and so `tuned_as`.
+        tuned_as: see `check`.
 
     Returns:
         (..., sizes[rank] at dim, ..., F), or a list of them, which are views of one tensor; laid out rows
@@ -193,15 +202,10 @@ def matmul_reduce_scatter(
     peers = peers_of(group)
     with peers.call("matmul_reduce_scatter") as call:
         dim = check_linear(x, ws, bs, dim)
-        how = checked_how(peers, schedule, num_subslices, check, needed(x, *ws, *bs))
+        gradients, device = needed(x, *ws, *bs), x.device
+        how = checked_how(peers, schedule, num_subslices, check, gradients, device=device, tuned_as=tuned_as)
         rows = rows_first(x, dim)
-        header = how.header(call, x.dtype)
-        shape = (rows.shape[0], rows.shape[1], sum(map(len, ws)))
-        slices = scattered_slices(call, how, header, shape, sizes, x)
-    if schedule == "plain":
-        outs = reference.matmul_reduce_scatter(rows, ws, group, bs, slices.sizes)
-    else:
-        out = MatmulReduceScatter.apply(call, how, slices, len(ws), rows, *ws, *bs)
-        outs = side_by_side(out, ws)
-    ys = [rows_last(out, x, dim) for out in outs]
+        slices = scattered_slices(how, len(rows), sizes)
+    out = MatmulReduceScatter.apply(call, how, slices, len(ws), rows, *ws, *bs)
+    ys = [rows_last(part, x, dim) for part in side_by_side(out, ws)]
     return ys[0] if single else ys

@@ -8,25 +8,23 @@ and more ranks.
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.overlap import trace
-from stretto.overlap.faults import Header, PeerError, hang_up, refuse, report
+from stretto.overlap import tracing
+from stretto.overlap.faults import Header, PeerError, enter, hang_up, refuse
 from stretto.overlap.law import Choice
-from stretto.overlap.report import Record, Records
-from stretto.overlap.routes import Kind, Route, Schedule, route
+from stretto.overlap.records import Record, Records, Report
+from stretto.overlap.routes import route
+from stretto.overlap.transfers import Transfer
 
-__all__ = ["Call", "Lane", "Peers", "Transfer", "peers_of"]
-
-Shape = tuple[int, ...]
+__all__ = ["Call", "Peers", "peers_of", "report"]
 
 
 class Peers:
@@ -119,22 +117,9 @@ def peers_of(group: dist.ProcessGroup) -> Peers:
     return _peers[group]
 
 
-@dataclass
-class Transfer:
-    """Works in flight, and the messages whose tensors belong to them until they were waited for."""
-
-    works: list[dist.Work]
-    messages: list[tuple[str, Tensor, int]]
-    """("sending to" or "receiving from", tensor, peer)."""
-    watched: "list[Future[None]]" = field(default_factory=list)
-    """While a trace is open: the ends of the works, for which its threads wait."""
-
-    def wait(self, index: int) -> None:
-        """Until one of the works has ended."""
-        if self.watched:
-            self.watched[index].result()
-        else:
-            self.works[index].wait()
+def report(group: dist.ProcessGroup) -> Report:
+    """What every kind of call on a group did so far on this rank; `print` it."""
+    return Report(list(peers_of(group).records.records.values()))
 
 
 class Call:
@@ -172,10 +157,10 @@ class Call:
         ]
         self.num_posts += 1
         transfer = Transfer(dist.batch_isend_irecv(batch) if batch else [], messages)
-        if trace.is_tracing():
+        if tracing.is_tracing():
             names = [f"{verb} rank {peer} {tuple(t.shape)}, {self.position}" for verb, t, peer in messages]
             transfer.watched = [
-                trace.watch(work, name, self.name, self.operation) for work, name in zip(transfer.works, names)
+                tracing.watch(work, name, self.name, self.operation) for work, name in zip(transfer.works, names)
             ]
         self._in_flight.append(transfer)
         return transfer
@@ -194,8 +179,8 @@ class Call:
         if not self.background:
             end_s = time.perf_counter()
             self.exposed_s += end_s - start_s
-            if trace.is_tracing():
-                trace.add(trace.Span("wait", self.position, start_s, end_s, self.name, self.operation))
+            if tracing.is_tracing():
+                tracing.add(tracing.Span("wait", self.position, start_s, end_s, self.name, self.operation))
         self.leave([transfer])
 
     @property
@@ -211,9 +196,9 @@ class Call:
         """The caller has computed one piece."""
         start_s, end_s = self._product_s, time.perf_counter()
         self.products_s += end_s - start_s
-        if trace.is_tracing():
+        if tracing.is_tracing():
             name = f"slice {owner}, sub-slice {subslice}, step {step}"
-            trace.add(trace.Span("product", name, start_s, end_s, self.name, self.operation))
+            tracing.add(tracing.Span("product", name, start_s, end_s, self.name, self.operation))
 
     def release(self, buffer: Tensor) -> None:
         """The end of a buffer that this call allocated: nobody reads it after this. (The tests poison it.)"""
@@ -229,9 +214,11 @@ class Call:
         if self._record is not None:
             self._record.exposed_s += self.exposed_s - self._recorded_s
             self._recorded_s = self.exposed_s
-            if trace.is_tracing():
-                span = trace.Span("call", self.operation, self._start_s, time.perf_counter(), self.name, self.operation)
-                trace.add(span)
+            if tracing.is_tracing():
+                span = tracing.Span(
+                    "call", self.operation, self._start_s, time.perf_counter(), self.name, self.operation
+                )
+                tracing.add(span)
 
     def describe(self, header: Header) -> None:
         """Enter the call into the group's report; once, when its first loop begins."""
@@ -244,7 +231,7 @@ class Call:
             record.predicted_s, record.why = choice.predicted_s, choice.why
             record.predicted_exposed_s = choice.predicted_exposed_s
         self._record = record
-        trace.describe(self.name, peers.world_size, header.num_subslices)
+        tracing.describe(self.name, peers.world_size, header.num_subslices)
 
     def fail(self, cause: str, error: BaseException | None = None) -> NoReturn:
         """End the group and raise."""
@@ -255,7 +242,7 @@ class Call:
         peers = self.peers
         place = f"rank {peers.rank} of {peers.world_size}, {self.operation}, call {self.number}"
         mine = f"{place}, {self.position}: {cause}"
-        peers.fault = report(peers.store, mine, self.number)
+        peers.fault = enter(peers.store, mine, self.number)
         peers.unfinished += self._in_flight
         hang_up(peers.group, peers.rank, peers.world_size)
         seen = "" if peers.fault == mine else f"; seen here: {mine}"
@@ -295,53 +282,3 @@ class Call:
         differences = expected.differences(received)
         if differences:
             self.fail(f"expected from rank {peer} [{expected}], which announced [{received}]: {differences} differ")
-
-
-class Lane:
-    """The steps of one loop within a call: each step's header travels one step ahead of its payload.
-
-    `shapes(route)` is the pair (sent, received) of slice shapes of a step, rows first. With `check=False` no
-    header is sent: ranks that disagree then hang, abort or compute wrong numbers.
-    """
-
-    def __init__(
-        self,
-        call: Call,
-        kind: Kind,
-        header: Header,
-        shapes: Callable[[Route], tuple[Shape, Shape]],
-        *,
-        device: torch.device,
-        check: bool,
-    ) -> None:
-        peers = call.peers
-        schedule: Schedule = "ring" if header.schedule == "ring" else "direct"
-        call.describe(header)
-        self.call = call
-        self.routes = [route(kind, schedule, peers.rank, peers.world_size, i) for i in range(peers.world_size)]
-        self.last = peers.world_size - 1
-        self._header, self._shapes = replace(header, lane=kind), shapes
-        self._device, self._check = device, check
-        self._buffer = Header.blank(device)
-        self._incoming = self._announce(0)
-
-    def post(self, step: int, subslice: int, outgoing: Tensor, incoming: Tensor) -> Transfer:
-        """Send and receive one sub-slice of a step; before its first, the header is awaited and compared."""
-        call, here = self.call, self.routes[step]
-        sent, received = self._shapes(here)
-        place = f"{self._header.lane} step {step}, sub-slice {subslice}"
-        call.position = f"{place} (slices {sent} to rank {here.send_to}, {received} from rank {here.recv_from})"
-        if self._incoming is not None and subslice == 0:
-            call.wait(self._incoming)
-            expected = replace(self._header, step=step, shape=received)
-            call.compare(expected, Header.unpack(self._buffer), here.recv_from)
-            self._incoming = self._announce(step + 1)
-        return call.post([(outgoing, here.send_to)], [(incoming, here.recv_from)])
-
-    def _announce(self, step: int) -> Transfer | None:
-        if not self._check or step >= self.last:
-            return None
-        here = self.routes[step]
-        words = replace(self._header, step=step, shape=self._shapes(here)[0]).pack(self._device)
-        self._buffer = Header.blank(self._device)
-        return self.call.post([(words, here.send_to)], [(self._buffer, here.recv_from)])

@@ -15,9 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from stretto.overlap.inputs import How
 from stretto.overlap.loops import Scatter, gather, send_everywhere
-from stretto.overlap.p2p import Call, Transfer
+from stretto.overlap.p2p import Call
 from stretto.overlap.products import BiasGradient, WeightGradient, input_gradient, output
 from stretto.overlap.routes import Slices
+from stretto.overlap.transfers import Transfer
+from stretto.overlap.tuning import tuned
 
 __all__ = ["MatmulAllReduce", "MatmulReduceScatter"]
 
@@ -33,13 +35,19 @@ def _scattered(
     """The own rows of x times every weight, side by side, summed over ranks: others' rows are computed first."""
     widths = [len(weight) for weight in weights]
     shape = (slices.total, x.shape[1], sum(widths))
-    scatter = Scatter(call, how.header(call, x.dtype), shape, slices, x.device, check=how.check)
-    for piece in scatter.pieces():
-        rows = x[piece.rows]
-        partial = x.new_empty(*rows.shape[:2], sum(widths))
-        for part, weight in zip(partial.split(widths, -1), weights):
-            output(rows, weight, None, part)
-        scatter.put(piece, partial)
+
+    def run(way: How) -> Scatter:
+        cut = slices.cut(way.num_subslices)
+        scatter = Scatter(call, way.header(call, x.dtype), shape, cut, x.device, check=way.check)
+        for piece in scatter.pieces():
+            rows = x[piece.rows]
+            partial = x.new_empty(*rows.shape[:2], sum(widths))
+            for part, weight in zip(partial.split(widths, -1), weights):
+                output(rows, weight, None, part)
+            scatter.put(piece, partial)
+        return scatter
+
+    _, scatter = tuned(call, how, slices.total, (shape[1:], tuple(widths), x.dtype), run)
     return scatter.result(_side_by_side(biases, widths))
 
 
@@ -72,13 +80,16 @@ class MatmulReduceScatter(torch.autograd.Function):
         how, slices = ctx.how, ctx.slices
         weights, biases = rest[: ctx.num_weights], rest[ctx.num_weights :]
         needs_x, needs = ctx.needs_input_grad[4], ctx.needs_input_grad[5:]
+        widths = [len(weight) for weight in weights]
         dx = torch.empty_like(x) if needs_x else None
-        dws = [WeightGradient(weight) if needed else None for weight, needed in zip(weights, needs)]
-        dbs = [BiasGradient(bias, slices) if needed else None for bias, needed in zip(biases, needs[len(weights) :])]
-        with how.peers.call("matmul_reduce_scatter backward") as call:
-            header = how.header(call, x.dtype)
-            for piece, dy in gather(call, header, grads[0].contiguous(), slices, check=how.check):
-                dys = dy.split([len(weight) for weight in weights], -1)
+        dy = grads[0].contiguous()
+
+        def run(way: How) -> tuple[list[WeightGradient | None], list[BiasGradient | None]]:
+            header, cut = way.header(call, x.dtype), slices.cut(way.num_subslices)
+            dws = [WeightGradient(weight) if needed else None for weight, needed in zip(weights, needs)]
+            dbs = [BiasGradient(bias, cut) if needed else None for bias, needed in zip(biases, needs[len(weights) :])]
+            for piece, arrived in gather(call, header, dy, cut, check=way.check):
+                dys = arrived.split(widths, -1)
                 if dx is not None:
                     input_gradient(dys, weights, dx[piece.rows])
                 for one, dw, db in zip(dys, dws, dbs):
@@ -86,6 +97,11 @@ class MatmulReduceScatter(torch.autograd.Function):
                         dw.add(one, x[piece.rows])
                     if db is not None:
                         db.add(piece, one)
+            return dws, dbs
+
+        facts = (dy.shape[1:], tuple(widths), x.dtype, tuple(ctx.needs_input_grad[4:]))
+        with how.peers.call("matmul_reduce_scatter backward") as call:
+            _, (dws, dbs) = tuned(call, how, slices.total, facts, run)
         return None, None, None, None, dx, *(dw and dw.result() for dw in dws), *(db and db.result() for db in dbs)
 
 
@@ -109,8 +125,7 @@ class MatmulAllReduce(torch.autograd.Function):
         with how.peers.resume(call):
             own = _scattered(call, how, slices, x, weights, biases)  # type: ignore[arg-type]
             out = x.new_empty(slices.total, *own.shape[1:])
-            header = how.header(call, x.dtype)
-            transfers += send_everywhere(call, header, own, slices, out, check=how.check)
+            transfers += send_everywhere(call, how.header(call, x.dtype), own, slices, out, check=how.check)
         return out
 
     @staticmethod

@@ -10,6 +10,7 @@ library.
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -69,7 +70,7 @@ def _measured(call: Call, how: How, run: Callable[[How], object]) -> Choice:
     messages_s = float("inf")
     for schedule, m in _WAYS:
         way = replace(how, schedule=schedule, num_subslices=m)  # type: ignore[arg-type]
-        times = [_timed(call, lambda way=way: run(way)) for _ in range(_REPEATS)]
+        times = [_timed(call, partial(run, way)) for _ in range(_REPEATS)]
         products[schedule, m] = min(total - waits for total, waits in times)
         if schedule == "plain":
             messages_s = min(waits for _, waits in times)

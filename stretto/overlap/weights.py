@@ -72,9 +72,12 @@ def weight_gather_matmul(
     peers = peers_of(group)
     with peers.call("weight_gather_matmul") as call:
         check_linear(x, [weight], [None], 0)
-        how = checked_how(peers, schedule, num_subslices, check, needed(x, weight), keep_gathered, device=x.device, tuned_as=tuned_as)
+        gradients, device = needed(x, weight), x.device
+        how = checked_how(
+            peers, schedule, num_subslices, check, gradients, keep_gathered, device=device, tuned_as=tuned_as
+        )
         rows = weight.unsqueeze(1).contiguous()
-        slices = gathered_slices(call, how, how.header(call, x.dtype), rows, sizes)
+        slices = gathered_slices(call, how, rows, sizes)
     result: Tensor = _WeightGatherMatmul.apply(call, how, slices, x.flatten(0, -2).contiguous(), rows)
     return result.view(*x.shape[:-1], slices.total)
 
@@ -105,13 +108,16 @@ class _WeightGatherMatmul(torch.autograd.Function):
         how, dy = ctx.how, grads[0]
         needs_x, needs_w = ctx.needs_input_grad[3:]
         gathers = needs_x and not how.keep_gathered
-        dx = dw = None
+        dx: Tensor | None = None
+        dw: Tensor | None = None
+
+        def run(way: How) -> tuple[Tensor | None, Tensor | None]:
+            return _gradients(call, ctx, way, x, weight, dy, gathers)
+
         if needs_w or gathers:
             facts = (x.shape[1], x.dtype, gathers, needs_w)
             with how.peers.call("weight_gather_matmul backward") as call:
-                _, (dx, dw) = tuned(
-                    call, how, ctx.slices.total, facts, lambda way: _gradients(call, ctx, way, x, weight, dy, gathers)
-                )
+                _, (dx, dw) = tuned(call, how, ctx.slices.total, facts, run)
         if needs_x and not gathers:
             dx = dy @ weight.squeeze(1)
         return None, None, None, dx, dw

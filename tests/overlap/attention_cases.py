@@ -17,7 +17,7 @@ from stretto.overlap import (
     repeat_kv_heads,
     split_heads,
 )
-from tests.overlap.matmul_cases import Draw, leaf, part_of, same
+from tests.overlap.matmul_cases import Draw, leaf, part_of, room, same
 
 D = 2
 
@@ -109,11 +109,13 @@ def ulysses(case: dict[str, Any]) -> None:
     every = [
         [t if i == 0 else repeat_kv_heads(t, layer.kv_heads, n) for i, t in enumerate(ts)] for ts in (weights, biases)
     ]
-    qkv = matmul_all_to_all(x, every[0], group, features=features, biases=every[1], sizes=case["rows"], **first)
+    qkv = room(case).matmul_all_to_all(
+        x, every[0], group, features=features, biases=every[1], sizes=case["rows"], **first
+    )
     q, k, v = (t.unflatten(-1, (-1, D)) for t in qkv)
     assert q.shape == (layer.batch, layer.rows, heads[rank], D)
     fused = {"weight": out_weight, "bias": out_bias} if case["fused"] else {}
-    y = attention_all_to_all(q, k, v, group, heads=heads, sizes=case["rows"], **fused, **options)
+    y = room(case).attention_all_to_all(q, k, v, group, heads=heads, sizes=case["rows"], **fused, **options)
     same("y", y, part(layer.y, case["rows"], 1))
     (y * part(layer.load, case["rows"], 1)).sum().backward()
     joined = torch.zeros_like(layer.x)  # some ranks' rows may have no gradient at all
@@ -136,7 +138,7 @@ def query_split(case: dict[str, Any]) -> None:
     biases = [leaf(part(b, cut, 0)) for b, cut in zip(layer.biases, cuts)]
     out_weight, out_bias = leaf(part(layer.out_weight, cuts[0], 1)), leaf(layer.out_bias)
     q, k, v = (F.linear(x, w, b).unflatten(-1, (-1, D)) for w, b in zip(weights, biases))
-    y = attention_reduce_scatter(
+    y = room(case).attention_reduce_scatter(
         q, k, v, out_weight, group, bias=out_bias, sizes=case["rows"], **options_of(case, layer)
     )
     same("y", y, part(layer.y, case["rows"], 1))

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from stretto.overlap import all_gather_matmul, matmul_all_reduce_start, matmul_reduce_scatter
-from stretto.overlap.p2p import Call, Peers, Transfer, peers_of
+from stretto.overlap.p2p import Call, Peers, peers_of
+from stretto.overlap.transfers import Transfer
 from tests.overlap import matmul_cases
 
 OPERATIONS = (

@@ -29,7 +29,7 @@ def cases(draw: st.DrawFn, num_ranks: int, fewest_kv_heads: int) -> dict[str, An
         "causal": draw(st.booleans()),
         "mask": draw(st.sampled_from(["none", "added", "bool", "keys"])),
         "by_hand": draw(st.booleans()),
-        "schedule": draw(st.sampled_from(["direct", "direct", "plain"])),
+        "schedule": draw(st.sampled_from(["direct", "direct", "plain", "auto", "reference"])),
         "num_subslices": draw(st.sampled_from([1, 2, 4])),
         "seed": draw(st.integers(0, 99)),
     }

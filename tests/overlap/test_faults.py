@@ -13,14 +13,14 @@ DISAGREEMENTS = {
     "features": "'shape'",
     "num_subslices": "'num_subslices'",
     "schedule": "'schedule'",
-    "plain": "'lane'",
+    "plain": "'schedule'",
     "gradients": "'gradients'",
     "no_grad": "'gradients'",
     "keep_gathered": "'keep_gathered'",
     "sizes": "'lane'",
     "dtype": "'dtype'",
     "operation": "'operation'",
-    "total": "rows on every rank",
+    "total": "'shape'",
 }
 REFUSALS = {
     "k": r"weight of shape \(2, 5\) must be \(out_features, 3\)",

@@ -31,7 +31,7 @@ def cases(draw: st.DrawFn, num_ranks: int) -> dict[str, Any]:
         "bias": draw(st.booleans()),
         "needs": draw(st.sampled_from([(1, 1, 1), (1, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 1), (1, 0, 1), (0, 0, 0)])),
         "sizes": draw(st.sampled_from(["equal", "given", "exchange"] if even else ["given", "exchange"])),
-        "schedule": draw(st.sampled_from(["direct", "ring", "direct", "ring", "plain"])),
+        "schedule": draw(st.sampled_from(["direct", "ring", "direct", "ring", "plain", "auto", "reference"])),
         "num_subslices": draw(st.sampled_from([1, 2, 4])),
         "keep_gathered": draw(st.booleans()),
         "seed": draw(st.integers(0, 99)),
