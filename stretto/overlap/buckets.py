@@ -115,7 +115,7 @@ def trade_pieces(
         num_subslices=1,
         device=bucket.device,
     )
-    with peers.call("gradient reduction") as call:
+    with peers.call("gradient reduction", background=True) as call:
         header = Header(call.operation, call.number, "scatter", 0, (), bucket.dtype, 1, "direct", ())
         for peer, _, piece in own_last(call, header, trade, check=check):
             if peer == rank:
@@ -135,7 +135,7 @@ def spread(peers: Peers, bucket: Bucket, shard: Tensor, *, check: bool) -> Tenso
     """Every owner's shard, sent in the bucket's dtype, in one flat vector (slices.total,) on every rank."""
     own = shard.to(bucket.dtype)
     flat = own.new_empty(bucket.slices.total)
-    with peers.call("parameter gather") as call:
+    with peers.call("parameter gather", background=True) as call:
         header = Header(call.operation, call.number, "gather", 0, (), bucket.dtype, 1, "direct", ())
         for _ in gather(call, header, own, bucket.slices, check=check, into=flat):
             pass

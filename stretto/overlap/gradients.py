@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stretto.overlap import tracing
 from stretto.overlap.buckets import Bucket, in_buckets, local, spread, sum_in_order, trade_pieces
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import peers_of
@@ -54,6 +55,7 @@ class GradientReducer:
         owned: sharded only: one flat parameter a bucket, in float32 (float64 for float64), holding this
             rank's shard and, after `finish` (`deliver` if late-bound), its gradient. An optimizer takes
             these; `publish` sends the updated shards to everyone.
+        exposed_s: seconds in which this rank did nothing but wait for gradients or parameters.
 
     Raises:
         ValueError: for a module without trainable parameters, or a `last` that is not one of its linear
@@ -105,6 +107,7 @@ class GradientReducer:
             recurse = id(m) in whole or isinstance(m, nn.MultiheadAttention)
             self._handles.append(m.register_forward_pre_hook(partial(self._await_parameters, recurse)))
         self._thread = ThreadPoolExecutor(1, "stretto gradients")
+        self.exposed_s = 0.0
         self._traded: dict[int, Future[Tensor]] = {}
         self._accumulating = False
         self._pieces: list[list[Future[Tensor]]] = [[] for _ in self._buckets]
@@ -137,16 +140,16 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.ready.clear()
             bucket.launched = False
-        results = [pieces[-1].result() for pieces in self._pieces]
+        results = [self._awaited(pieces[-1]) for pieces in self._pieces]
         if self._late_bound:
             return
         self._pieces = [[] for _ in self._buckets]
-        for index, result in enumerate(results):
+        for index, (bucket, result) in enumerate(zip(self._buckets, results)):
             if self.owned:
                 self.owned[index].grad = result
-                self._buckets[index].drop_gradients()
+                bucket.drop_gradients()
             else:
-                self._buckets[index].write_gradients(result)
+                bucket.write_gradients(result)
 
     def settle(self, weight: Tensor) -> None:
         """Give the pieces their weights and add them to the own shards' gradients; nothing is sent.
@@ -161,7 +164,7 @@ class GradientReducer:
         self._expect_rounds(len(weights))
         for index, pieces in enumerate(self._pieces):
             for row, future in zip(weights, pieces):
-                piece = future.result()
+                piece = self._awaited(future)
                 piece = piece.to(sum_dtype(piece.dtype))
                 self._add(index, row.to(piece) @ piece)
         self._pieces = [[] for _ in self._buckets]
@@ -174,7 +177,7 @@ class GradientReducer:
                 normalised advantage is formed at the end.
         """
         self._expect_rounds(1)
-        pieces = [futures.pop().result() for futures in self._pieces]
+        pieces = [self._awaited(futures.pop()) for futures in self._pieces]
         sums = [weights.to(p.device, sum_dtype(p.dtype)) @ p.to(sum_dtype(p.dtype)) for p in pieces]
         self._sums = [old + new for old, new in zip(self._sums, sums)] if self._sums else sums
 
@@ -203,9 +206,9 @@ class GradientReducer:
             for owned, gradient in zip(self.owned, settled):
                 owned.grad = gradient
             return
-        tasks = [partial(spread, self._peers, b, g, check=self._check) for b, g in zip(self._buckets, settled)]
-        for bucket, future in zip(self._buckets, [self._thread.submit(task) for task in tasks]):
-            bucket.write_gradients(future.result())
+        send = partial(self._thread.submit, spread, self._peers, check=self._check)
+        for bucket, future in [(bucket, send(bucket, gradient)) for bucket, gradient in zip(self._buckets, settled)]:
+            bucket.write_gradients(self._awaited(future))
 
     def publish(self, *, wait: bool = False) -> None:
         """Send the own shards' new parameters to everyone, the first layers' first; sharded only.
@@ -214,8 +217,7 @@ class GradientReducer:
         """
         for index in self._by_use:
             bucket, owned = self._buckets[index], self.owned[index].detach().clone()
-            task = partial(spread, self._peers, bucket, owned, check=self._check)
-            self._published[index] = self._thread.submit(task)
+            self._published[index] = self._thread.submit(spread, self._peers, bucket, owned, check=self._check)
         if wait:
             self._receive(list(self._published))
 
@@ -227,6 +229,14 @@ class GradientReducer:
         for sliced in self._sliced.values():
             del sliced.layer.forward
         self._thread.shutdown()
+
+    def _awaited(self, future: "Future[Tensor]") -> Tensor:
+        """What the thread has made, once it has; the time until then is exposed."""
+        with tracing.blocked("gradient reduction") as span:
+            result = future.result()
+        self.exposed_s += span.seconds
+        self._peers.records.of("gradient reduction", "", (), "direct", 1).exposed_s += span.seconds
+        return result
 
     def _owned_shard(self, bucket: Bucket) -> nn.Parameter:
         mine = bucket.flat_parameters()[bucket.slices.rows(self._peers.rank)]
@@ -290,7 +300,7 @@ class GradientReducer:
 
     def _receive(self, indices: list[int]) -> None:
         for index in indices:
-            bucket, flat = self._buckets[index], self._published.pop(index).result()
+            bucket, flat = self._buckets[index], self._awaited(self._published.pop(index))
             with torch.no_grad():
                 for parameter, part in zip(bucket.parameters, bucket.parts(flat)):
                     local(parameter).copy_(part)

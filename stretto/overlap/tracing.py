@@ -27,7 +27,7 @@ _LANES = ("call", "product", "transfer", "wait")
 _open: "list[Trace]" = []
 
 
-@dataclass(frozen=True)
+@dataclass
 class Span:
     """Something that this process did, in seconds of the machine's monotonic clock."""
 
@@ -157,6 +157,17 @@ def describe(call: str, ranks: int, num_subslices: int) -> None:
     """Note how a call was cut."""
     for recorded in _open:
         recorded.cuts[call] = ranks, num_subslices
+
+
+@contextmanager
+def blocked(operation: str) -> "Iterator[Span]":
+    """A wait of this thread for another that communicates; the span that is yielded is complete at the end."""
+    span = Span("wait", operation, time.perf_counter(), float("nan"), operation, operation)
+    try:
+        yield span
+    finally:
+        span.end_s = time.perf_counter()
+        add(span)
 
 
 def watch(work: dist.Work, name: str, call: str, operation: str) -> "Future[None]":

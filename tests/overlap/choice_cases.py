@@ -1,0 +1,174 @@
+"""What every rank does in the tests of the automatic choice, of the report and of traces."""
+
+import json
+import re
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stretto.overlap import (
+    GradientReducer,
+    OverlapWarning,
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    replicate_matmul,
+    report,
+    trace,
+    tuning,
+)
+from stretto.overlap.p2p import Call, peers_of
+
+
+def warned(messages: list[Any]) -> list[str]:
+    return [str(w.message) for w in messages if issubclass(w.category, OverlapWarning)]
+
+
+def one_step(group: dist.ProcessGroup, rows: int = 64, schedule: str = "auto", **options: Any) -> None:
+    x = torch.randn(rows, 32, requires_grad=True)
+    weight = torch.randn(16, 32, requires_grad=True)
+    hidden = all_gather_matmul(x, weight, group, schedule=schedule, **options)
+    matmul_reduce_scatter(hidden, torch.randn(8, 16), group, schedule=schedule, **options).sum().backward()
+
+
+def measured_once() -> tuple[list[str], list[int], list[tuple[str, int]]]:
+    """The operations that were measured, the number of messages of equal steps, the choices by operation."""
+    group = dist.new_group()
+    posts: list[int] = []
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        for rows in (64, 64, 60, 64):
+            with mock.patch.object(Call, "post", autospec=True, side_effect=Call.post) as post:
+                one_step(group, rows)
+            posts.append(post.call_count)
+    choices = peers_of(group).choices
+    dist.destroy_process_group(group)
+    return [key[0] for key in choices], posts, [(c.schedule, c.num_subslices) for c in choices.values()]
+
+
+def measured_as(seconds: dict[tuple[str, int], tuple[float, float]]) -> tuple[str, int, list[str], str]:
+    """The choice where each way took `seconds`, total and waiting, what was said, and the report."""
+    group = dist.new_group()
+
+    def timed(call: Call, run: Any) -> tuple[float, float]:
+        run()
+        return seconds[run.args[0].schedule, run.args[0].num_subslices]
+
+    with warnings.catch_warnings(record=True) as messages, mock.patch.object(tuning, "_timed", timed):
+        warnings.simplefilter("always")
+        for _ in range(3):
+            all_gather_matmul(torch.randn(8, 4), torch.randn(4, 4), group, schedule="auto", tuned_as="a layer")
+    (choice,) = peers_of(group).choices.values()
+    table = str(report(group))
+    dist.destroy_process_group(group)
+    return choice.schedule, choice.num_subslices, warned(messages), table
+
+
+def said_once() -> list[str]:
+    group = dist.new_group()
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        for schedule in ("direct", "auto", "ring"):
+            one_step(group, schedule=schedule)
+        one_step(group, schedule="plain")
+    dist.destroy_process_group(group)
+    return warned(messages)
+
+
+def disagreeing_times() -> tuple[str, int]:
+    """Ranks that measure different times come to the same choice."""
+    group = dist.new_group()
+    greatest = Call.greatest
+
+    def own_view(call: Call, numbers: Any, device: Any) -> Any:
+        return greatest(call, [value * (1 + 50 * dist.get_rank()) for value in numbers], device)
+
+    with mock.patch.object(Call, "greatest", own_view), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one_step(group)
+        one_step(group)
+    found = [(c.schedule, c.num_subslices) for c in peers_of(group).choices.values()]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, found)
+    dist.destroy_process_group(group)
+    return str(found), len({str(one) for one in everyones})
+
+
+def deterministic() -> list[tuple[str, int]]:
+    group = dist.new_group()
+    torch.use_deterministic_algorithms(True)
+    try:
+        one_step(group)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    found = [(c.schedule, c.num_subslices) for c in peers_of(group).choices.values()]
+    dist.destroy_process_group(group)
+    return found
+
+
+def traced(folder: str, schedule: str) -> dict[str, Any]:
+    """A traced step: what the trace holds, and whether the products lie beside the transfers."""
+    group = dist.new_group()
+    n = dist.get_world_size()
+    x = torch.randn(256, 256, requires_grad=True)
+    weight = torch.randn(256, 256, requires_grad=True)
+    path = Path(folder) / f"{schedule}.json"
+    with trace(path) as recorded:
+        y = all_gather_matmul(x, weight, group, schedule=schedule, num_subslices=1 if schedule == "plain" else 2)
+        y.sum().backward()
+    written = json.loads(path.with_name(f"{schedule}.rank{dist.get_rank()}.json").read_text())
+    events = [event for event in written["traceEvents"] if event["ph"] == "X"]
+    forward = [s for s in recorded.spans if s.operation == "all_gather_matmul"]
+    products = [s for s in forward if s.what == "product"]
+    payload = re.compile(r"(sending to|receiving from) rank \d \((128|256), 1, 256\)")
+    payloads = [s for s in forward if s.what == "transfer" and payload.match(s.name)]
+    beside = any(p.start_s < t.end_s and t.start_s < p.end_s for p in products for t in payloads)
+    calls = recorded.calls()
+    untraced = torch.equal(y, all_gather_matmul(x, weight, group, schedule=schedule))
+    (record, *_) = report(group).records
+    dist.destroy_process_group(group)
+    return {
+        "events": len(events) == len(recorded.spans) > 0,
+        "products": len(products),
+        "payloads": len(payloads),
+        "beside": beside,
+        "operations": [call.operation for call in calls],
+        "exposed": abs(sum(call.exposed_s for call in calls) - recorded.exposed_s()) < 1e-9,
+        "sums": all(call.products_s > 0 and call.transfers_s > 0 for call in calls) if n > 1 else True,
+        "equal": untraced,
+        "record": (record.operation, record.schedule, record.num_calls),
+    }
+
+
+def reducer_exposed() -> tuple[float, float, str]:
+    """Seconds that `finish` was blocked, by the reducer and by the report."""
+    group = dist.new_group()
+    model = nn.Linear(64, 64)
+    reducer = GradientReducer(model, group)
+    loss = model(torch.randn(4, 64)).sum()
+    time.sleep(0.05 if dist.get_rank() == 0 else 0.0)
+    loss.backward()
+    reducer.finish()
+    reducer.close()
+    records = [r for r in report(group).records if r.operation == "gradient reduction"]
+    table = str(report(group))
+    exposed = sum(r.exposed_s for r in records)
+    dist.destroy_process_group(group)
+    return reducer.exposed_s, exposed, table
+
+
+def replicate_is_measured() -> list[str]:
+    group = dist.new_group()
+    x, w = torch.randn(6, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (y,) = replicate_matmul(x, [w], group, schedule="auto")
+        y.sum().backward()
+    found = [key[0] for key in peers_of(group).choices]
+    dist.destroy_process_group(group)
+    return found

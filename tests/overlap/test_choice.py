@@ -1,0 +1,90 @@
+"""The law chooses once for each shape, the same on every rank; what is not overlapped is said; traces tell all."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.overlap import choice_cases
+from tests.ranks import Ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_each_shape_is_measured_once_forward_and_backward(ranks: Ranks, num_ranks: int) -> None:
+    results = ranks.run(num_ranks, choice_cases.measured_once)
+    for operations, (first, second, shorter, again), _ in results:
+        assert operations == [
+            "all_gather_matmul",
+            "matmul_reduce_scatter",
+            "matmul_reduce_scatter backward",
+            "all_gather_matmul backward",
+        ]
+        assert first > 5 * second
+        assert second == again
+        assert shorter <= first / 5
+    assert len({str(choices) for _, _, choices in results}) == 1
+
+
+def test_the_choice_is_plain_where_cutting_costs_more_than_it_hides_and_is_said_once(ranks: Ranks) -> None:
+    seconds = {("plain", 1): (0.11, 0.01), ("direct", 1): (0.15, 0.0), ("direct", 2): (0.2, 0.0)}
+    seconds["direct", 4] = (0.3, 0.1)
+    for schedule, _, said, table in ranks.run(2, choice_cases.measured_as, seconds):
+        assert schedule == "plain"
+        assert len(said) == 1
+        assert "all_gather_matmul (a layer) is not overlapped: the law predicts a loss" in said[0]
+        assert "a layer" in table
+        assert "the law predicts a loss" in table
+
+
+def test_the_choice_is_the_number_of_subslices_that_the_law_predicts_to_be_fastest(ranks: Ranks) -> None:
+    seconds = {("plain", 1): (0.18, 0.08), ("direct", 1): (0.1, 0.0), ("direct", 2): (0.11, 0.01)}
+    seconds["direct", 4] = (0.12, 0.0)
+    for schedule, num_subslices, said, table in ranks.run(2, choice_cases.measured_as, seconds):
+        assert (schedule, num_subslices, said) == ("direct", 2, [])
+        assert "5.000" in table.splitlines()[1], "0.08 + 0.1 / (2 * 2) - 0.1 s are exposed by the law"
+
+
+def test_one_rank_is_told_once_that_there_is_nothing_to_overlap(ranks: Ranks) -> None:
+    (said,) = ranks.run(1, choice_cases.said_once)
+    assert len(said) == 1
+    assert "one rank" in said[0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_measure_different_times_choose_the_same(ranks: Ranks, num_ranks: int) -> None:
+    assert {different for _, different in ranks.run(num_ranks, choice_cases.disagreeing_times)} == {1}
+
+
+def test_nothing_is_measured_where_deterministic_algorithms_are_asked_for(ranks: Ranks) -> None:
+    for choices in ranks.run(2, choice_cases.deterministic):
+        assert set(choices) == {("direct", 1)}
+
+
+def test_the_backward_of_a_column_layer_without_sequence_sharding_is_measured(ranks: Ranks) -> None:
+    assert ranks.run(2, choice_cases.replicate_is_measured) == [["replicate_matmul backward"]] * 2
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_trace_shows_products_beside_transfers(ranks: Ranks, num_ranks: int, tmp_path: Path) -> None:
+    for found in ranks.run(num_ranks, choice_cases.traced, str(tmp_path), "direct"):
+        assert found["events"]
+        assert found["products"] == 2 * num_ranks
+        assert found["payloads"] == 4 * (num_ranks - 1)
+        assert found["beside"]
+        assert found["operations"] == ["all_gather_matmul", "all_gather_matmul backward"]
+        assert found["exposed"]
+        assert found["sums"]
+        assert found["equal"]
+        assert found["record"] == ("all_gather_matmul", "direct", 1)
+
+
+def test_a_trace_of_plain_shows_no_product_beside_a_transfer(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(2, choice_cases.traced, str(tmp_path), "plain"):
+        assert found["products"] == 1
+        assert not found["beside"]
+
+
+def test_the_reducer_tells_how_long_it_was_blocked(ranks: Ranks) -> None:
+    (_, _, table), (mine, reported, _) = ranks.run(2, choice_cases.reducer_exposed)
+    assert mine == pytest.approx(reported)
+    assert 0.04 < mine < 5
+    assert "gradient reduction" in table
