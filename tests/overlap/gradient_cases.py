@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.overlap import GradientReducer, ReductionThread, buckets, gradients, reduce_bucket
-from stretto.overlap.p2p import Lane
+from stretto.overlap.lane import Lane
 from stretto.overlap.sliced import SlicedWeight
 from tests.overlap.matmul_cases import Draw, same
 
