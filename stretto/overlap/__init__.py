@@ -23,8 +23,8 @@ from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear
 from stretto.overlap.p2p import report
 from stretto.overlap.plans import OverlapColwise, OverlapRowwise, parallelize
-from stretto.overlap.shipped import LLAMA, LLAMA_TP, QWEN2, QWEN2_TP, QWEN3, QWEN3_TP
 from stretto.overlap.records import OverlapWarning, Report
+from stretto.overlap.shipped import LLAMA, LLAMA_TP, QWEN2, QWEN2_TP, QWEN3, QWEN3_TP
 from stretto.overlap.tracing import Trace, trace
 from stretto.overlap.weights import weight_gather_matmul
 
@@ -63,7 +63,7 @@ __all__ = [
     "report",
     "scaled_dot_product_attention",
     "split_heads",
-    "vocab_cross_entropy",
     "trace",
+    "vocab_cross_entropy",
     "weight_gather_matmul",
 ]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from stretto.overlap import tracing
 from stretto.overlap.buckets import Bucket, in_buckets, local, spread, sum_in_order, trade_pieces
+from stretto.overlap.late_sums import LateSums
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import peers_of
 from stretto.overlap.sliced import SlicedWeight
@@ -111,8 +112,7 @@ class GradientReducer:
         self._traded: dict[int, Future[Tensor]] = {}
         self._accumulating = False
         self._pieces: list[list[Future[Tensor]]] = [[] for _ in self._buckets]
-        self._sums: list[Tensor] = []
-        self._settled: list[Tensor | None] = [None for _ in self._buckets]
+        self._late = LateSums(len(self._buckets))
         self._published: dict[int, Future[Tensor]] = {}
         self._bucket_of = {id(p): index for index, b in enumerate(self._buckets) for p in b.parameters}
 
@@ -164,9 +164,7 @@ class GradientReducer:
         self._expect_rounds(len(weights))
         for index, pieces in enumerate(self._pieces):
             for row, future in zip(weights, pieces):
-                piece = self._awaited(future)
-                piece = piece.to(sum_dtype(piece.dtype))
-                self._add(index, row.to(piece) @ piece)
+                self._late.settle(index, row, self._awaited(future))
         self._pieces = [[] for _ in self._buckets]
 
     def fold(self, weights: Tensor) -> None:
@@ -177,9 +175,7 @@ class GradientReducer:
                 normalised advantage is formed at the end.
         """
         self._expect_rounds(1)
-        pieces = [self._awaited(futures.pop()) for futures in self._pieces]
-        sums = [weights.to(p.device, sum_dtype(p.dtype)) @ p.to(sum_dtype(p.dtype)) for p in pieces]
-        self._sums = [old + new for old, new in zip(self._sums, sums)] if self._sums else sums
+        self._late.fold(weights, [self._awaited(futures.pop()) for futures in self._pieces])
 
     def combine(self, coefficients: Tensor) -> None:
         """Add the combination of the running sums to the own shards' gradients, and start new sums.
@@ -187,27 +183,21 @@ class GradientReducer:
         Args:
             coefficients: (num_sums,), for instance (-mean / std, 1 / std).
         """
-        if not self._sums:
-            raise ValueError("nothing was folded since the last combine")
-        for index, total in enumerate(self._sums):
-            self._add(index, coefficients.to(total) @ total)
-        self._sums = []
+        self._late.combine(coefficients)
 
     def deliver(self) -> None:
         """End the settling: the own shards' gradients become those of `owned`, or every rank's parameters'.
 
         Replaces gradients that are there.
         """
-        if any(gradient is None for gradient in self._settled):
-            raise ValueError("nothing was settled or combined since the last deliver")
-        settled = [gradient for gradient in self._settled if gradient is not None]
-        self._settled = [None for _ in self._buckets]
+        settled = self._late.take()
         if self.owned:
             for owned, gradient in zip(self.owned, settled):
                 owned.grad = gradient
             return
-        send = partial(self._thread.submit, spread, self._peers, check=self._check)
-        for bucket, future in [(bucket, send(bucket, gradient)) for bucket, gradient in zip(self._buckets, settled)]:
+        submit, peers = self._thread.submit, self._peers
+        arriving = [submit(spread, peers, b, g, check=self._check) for b, g in zip(self._buckets, settled)]
+        for bucket, future in zip(self._buckets, arriving):
             bucket.write_gradients(self._awaited(future))
 
     def publish(self, *, wait: bool = False) -> None:
@@ -281,10 +271,6 @@ class GradientReducer:
             return pieces
         shard = sum_in_order(pieces, self._peers.rank).mul_(self._scale)
         return shard if self.owned else spread(self._peers, bucket, shard, check=self._check)
-
-    def _add(self, index: int, gradient: Tensor) -> None:
-        settled = self._settled[index]
-        self._settled[index] = gradient if settled is None else settled + gradient
 
     def _expect_rounds(self, num_rounds: int) -> None:
         if not self._late_bound:
