@@ -21,7 +21,14 @@ INTERFACE = "eth0"
 HUB_ADDRESS = "10.77.0.254"
 _MTU = 9000
 _FRAME = _MTU + 14
-_SMALLEST_QUEUE = 1 << 18
+_QUEUE = 1 << 24  # nothing is ever dropped
+_TCP = {
+    "tcp_congestion_control": "reno",  # bbr, after a change of rate, takes turns in the two directions
+    "tcp_slow_start_after_idle": "0",
+    "tcp_limit_output_bytes": str(1 << 17),
+    "tcp_wmem": f"4096 {1 << 23} {1 << 23}",  # a message waits for the link in the kernel, as in a network card
+    "tcp_rmem": f"4096 {1 << 23} {1 << 25}",
+}
 _CLONE_NEWNET = 0x40000000
 _MADE_BY = "stretto"
 _FOLDER = Path("/run/netns")
@@ -68,15 +75,17 @@ class Network:
             lines.append(f"link set p{rank} master br0 addrgenmode none up")
         _batch(["ip", "-n", self.hub], lines)
         for rank, name in enumerate(self.ranks):
+            with self.inside(name):
+                for setting, value in _TCP.items():
+                    (Path("/proc/sys/net/ipv4") / setting).write_text(value)
             address = f"addr add 10.77.0.{rank + 1}/24 dev {INTERFACE}"
             _batch(["ip", "-n", name], [f"link set {INTERFACE} addrgenmode none up", address])
 
     def shape(self, bits_per_s: float, burst_bytes: int) -> int:
         """Let every rank send at `bits_per_s`, at most `burst_bytes` (or one frame) at once; the burst set."""
         burst, rate = max(burst_bytes, _FRAME), round(bits_per_s)
-        queue = max(_SMALLEST_QUEUE, rate // 80)  # 100 ms
         for name in self.ranks:
-            line = f"qdisc replace dev {INTERFACE} root tbf rate {rate}bit burst {burst} limit {queue + burst}"
+            line = f"qdisc replace dev {INTERFACE} root tbf rate {rate}bit burst {burst} limit {_QUEUE}"
             _batch(["tc", "-n", name], [line])
         return burst
 

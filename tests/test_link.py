@@ -7,13 +7,16 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from bench import namespaces
 from bench.link import Link, LinkError, unavailable
+from stretto.overlap.p2p import peers_of
 
 needs_a_link = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "available")
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,3 +145,20 @@ def test_who_is_not_root_or_has_no_iproute2_is_told_so(monkeypatch):
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
     with pytest.raises(LinkError, match="no ip and no tc"):
         Link(2)
+
+
+def trade(num_bytes):
+    group, other = dist.group.WORLD, 1 - dist.get_rank()
+    out, into = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+    with peers_of(group).call("gradient reduction") as call:
+        dist.barrier()
+        time.sleep(0.02 * other)  # so that the first one's receive is known where its peer's send is posted
+        start = time.monotonic()
+        call.wait(call.post([(out, other)], [(into, other)]))
+    return time.monotonic() - start
+
+
+@needs_a_link
+def test_two_ranks_that_trade_use_both_directions_of_the_link_at_once(link):
+    link.set_rate(1e8, message_bytes=1_000_000)
+    assert min(max(link.run("tests.test_link:trade", 1_000_000)) for _ in range(5)) < 0.13  # 0.16 one by one

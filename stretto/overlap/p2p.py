@@ -147,10 +147,14 @@ class Call:
         self._start_s = self._product_s = time.perf_counter()
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Transfer:
-        """Start one batch of (tensor, peer) messages; empty tensors are left out on both sides."""
+        """Start one batch of (tensor, peer) messages; empty tensors are left out on both sides.
+
+        Receives come first: gloo sends a payload when its receiver has said that it is ready, and says so on
+        the connection of its own payload. Behind that, two ranks that trade would take turns on the link.
+        """
         group = self.peers.group
-        messages = [("sending to", tensor, peer) for tensor, peer in sends if tensor.numel()]
-        messages += [("receiving from", tensor, peer) for tensor, peer in receives if tensor.numel()]
+        messages = [("receiving from", tensor, peer) for tensor, peer in receives if tensor.numel()]
+        messages += [("sending to", tensor, peer) for tensor, peer in sends if tensor.numel()]
         batch = [
             dist.P2POp(dist.isend if verb == "sending to" else dist.irecv, t, group=group, group_peer=peer)
             for verb, t, peer in messages
