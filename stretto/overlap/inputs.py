@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Literal, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from stretto.overlap.faults import Header
 from stretto.overlap.p2p import Call, Peers
-from stretto.overlap.routes import Schedule, Slices, sizes_from, slice_sizes
+from stretto.overlap.routes import Asked, Slices, sizes_from, slice_sizes
 
 __all__ = ["How", "rows_first", "rows_last"]
 
@@ -43,7 +43,7 @@ class How:
     """How a call communicates; equal on every rank."""
 
     peers: Peers
-    schedule: Schedule | Literal["auto"]
+    schedule: Asked
     num_subslices: int
     check: bool
     gradients: tuple[bool, ...]
@@ -86,7 +86,7 @@ def checked_how(
         where = f"backend {peers.backend(device)!r} on {device.type}"
         peers.records.say_once(peers.group, f"{where} is not overlapped, only {' and '.join(_OVERLAPPING)} are")
         schedule = "plain"
-    chosen: Literal["auto", "plain", "ring", "direct"] = schedule  # type: ignore[assignment]
+    chosen: Asked = schedule  # type: ignore[assignment]
     return How(peers, chosen, num_subslices, check, gradients, device, keep_gathered, tuned_as)
 
 

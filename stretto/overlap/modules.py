@@ -20,7 +20,7 @@ from stretto.overlap.follower import Follower
 from stretto.overlap.inputs import Sizes
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.p2p import peers_of
-from stretto.overlap.routes import Schedule, slice_sizes
+from stretto.overlap.routes import Asked, slice_sizes
 from stretto.overlap.sharding import Sharded, shard_parameters, shard_state
 from stretto.overlap.shared_rows import SharedRows, shared_rows
 
@@ -35,15 +35,19 @@ class LinearOptions:
     """Activations outside of a column-row pair are sharded by rows; else every rank has them whole."""
     uneven: bool = False
     """Rows may differ from rank to rank (as `torch.chunk` cuts them): ask before each gather."""
-    schedule: Schedule = "direct"
+    schedule: Asked = "auto"
+    """"auto": each shape is measured once, forward and backward, and the law decides."""
     num_subslices: int = 1
+    """Pieces a slice is cut in; of no account with "auto"."""
     keep_gathered: bool = False
     """Column layers keep their gathered input for the backward."""
     check: bool = True
 
-    def of_call(self) -> dict[str, Any]:
-        """The arguments that all operations share."""
-        return {"schedule": self.schedule, "num_subslices": self.num_subslices, "check": self.check}
+    def of_call(self, layers: "Sequence[ParallelLinear]") -> dict[str, Any]:
+        """The arguments that all operations share; what is measured is kept by the sizes of the whole layers."""
+        tuned_as = " + ".join(f"{layer.out_features} x {layer.in_features}" for layer in layers)
+        options = {"schedule": self.schedule, "num_subslices": self.num_subslices, "check": self.check}
+        return {**options, "tuned_as": tuned_as}
 
 
 class ParallelLinear(nn.Linear):
@@ -142,10 +146,10 @@ class ColumnLinear(ParallelLinear):
         if isinstance(x, DTensor):
             if tuple(x.placements) == (Replicate(),):
                 whole = x.to_local()
-                return replicate_matmul(whole, weights, mesh.get_group(), biases=biases, **options.of_call())
+                return replicate_matmul(whole, weights, mesh.get_group(), biases=biases, **options.of_call(layers))
             x, sizes = _announced_rows(x, mesh)
         elif not options.sequence_parallel:
-            return replicate_matmul(x, weights, mesh.get_group(), biases=biases, **options.of_call())
+            return replicate_matmul(x, weights, mesh.get_group(), biases=biases, **options.of_call(layers))
         return all_gather_matmul(
             x,
             weights,
@@ -154,7 +158,7 @@ class ColumnLinear(ParallelLinear):
             biases=biases,
             sizes=sizes,
             keep_gathered=options.keep_gathered,
-            **options.of_call(),
+            **options.of_call(layers),
         )
 
 
@@ -181,10 +185,10 @@ class RowLinear(ParallelLinear):
         first = layers[0]
         group, options = first.mesh.get_group(), first.options
         if options.sequence_parallel:
-            return matmul_reduce_scatter(x, weights, group, dim=-2, biases=biases, **options.of_call())
+            return matmul_reduce_scatter(x, weights, group, dim=-2, biases=biases, **options.of_call(layers))
         if len(layers) > 1 or not isinstance(first, RowLinear) or first.follower is None:
-            return matmul_all_reduce(x, weights, group, biases=biases, **options.of_call())
-        pending = matmul_all_reduce_start(x, weights[0], group, biases=biases[0], **options.of_call())
+            return matmul_all_reduce(x, weights, group, biases=biases, **options.of_call(layers))
+        pending = matmul_all_reduce_start(x, weights[0], group, biases=biases[0], **options.of_call(layers))
         return [first.follower.behind(pending)]
 
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Kind", "Route", "Schedule", "Slices", "route", "slice_sizes"]
+__all__ = ["Asked", "Kind", "Route", "Schedule", "Slices", "route", "slice_sizes"]
 
 Schedule = Literal["plain", "ring", "direct"]
+Asked = Literal["auto", "plain", "ring", "direct"]
 Kind = Literal["gather", "scatter"]
 
 
