@@ -25,16 +25,20 @@ from stretto.overlap.p2p import report
 from stretto.overlap.plans import OverlapColwise, OverlapRowwise, parallelize
 from stretto.overlap.records import OverlapWarning, Report
 from stretto.overlap.shipped import LLAMA, LLAMA_TP, QWEN2, QWEN2_TP, QWEN3, QWEN3_TP
+from stretto.overlap.shipped_diffusion import FLUX_TP, WAN_I2V_TP, WAN_TP
 from stretto.overlap.tracing import Trace, trace
 from stretto.overlap.weights import weight_gather_matmul
 
 __all__ = [
+    "FLUX_TP",
     "LLAMA",
     "LLAMA_TP",
     "QWEN2",
     "QWEN2_TP",
     "QWEN3",
     "QWEN3_TP",
+    "WAN_I2V_TP",
+    "WAN_TP",
     "ColumnLinear",
     "GradientReducer",
     "LinearOptions",

@@ -41,6 +41,8 @@ _OPERATIONS = (
     "sizes",
     "shared weight rows",
     "shared weight rows backward",
+    "packed weight columns",
+    "packed weight columns backward",
     "vocab_embedding",
     "vocab_embedding backward",
     "vocab_cross_entropy",

@@ -123,8 +123,8 @@ def plain_names(module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     inside: list[str] = []
     for name, one in module.named_modules():
-        if name.startswith(prefix) and not any(name.startswith(outer) for outer in inside):
-            found[name.removeprefix(prefix)] = name
+        if f"{name}.".startswith(prefix) and not any(name.startswith(outer) for outer in inside):
+            found[f"{name}.".removeprefix(prefix).removesuffix(".")] = name
             if _base_of(one) is not None:
                 inside.append(f"{name}.")
     return found
@@ -206,7 +206,10 @@ def _adopt(wrapper: Any) -> None:
             cls.adopt(layer, base.mesh, base.options)
             layer.wrapper, layer.adapter = (wrapper,), adapter
         wrapper.lora_A[adapter].shared = base.shared
-        wrapper.lora_B[adapter].used_rows = base.used_rows if column else None
+        if column:
+            wrapper.lora_B[adapter].used_rows = base.used_rows
+        else:
+            wrapper.lora_A[adapter].used_columns = base.used_columns
         base.shared.layers.append(wrapper.lora_A[adapter])
 
 

@@ -20,6 +20,7 @@ from stretto.overlap.follower import Follower
 from stretto.overlap.inputs import Sizes
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.p2p import peers_of
+from stretto.overlap.packed import PackedColumns, packed_columns
 from stretto.overlap.routes import Asked, slice_sizes
 from stretto.overlap.sharding import Sharded, shard_parameters, shard_state
 from stretto.overlap.shared_rows import SharedRows, shared_rows
@@ -58,6 +59,8 @@ class ParallelLinear(nn.Linear):
     placements: ClassVar[dict[str, Placement]]
     used_rows: SharedRows | None = None
     """Rows that this rank's heads use, where they are not those of its shard."""
+    used_columns: PackedColumns | None = None
+    """Columns that this rank's input features need, where they are not those of its shard."""
     shared: "SharedInput | None" = None
     leads: ClassVar[bool] = True
     """Whether a call of this layer computes for those that share its input."""
@@ -115,9 +118,12 @@ class ParallelLinear(nn.Linear):
     def _local(self) -> tuple[Tensor, Tensor | None]:
         assert isinstance(self.weight, DTensor)
         weight, bias = self.weight.to_local(), self.bias.to_local() if isinstance(self.bias, DTensor) else None
-        if self.used_rows is None:
+        if self.used_rows is None and self.used_columns is None:
             return weight, bias
         peers, check = peers_of(self.mesh.get_group()), self.options.check
+        if self.used_rows is None:
+            assert self.used_columns is not None
+            return packed_columns(weight, self.used_columns, peers, check=check), bias
         if bias is not None:
             bias = shared_rows(bias, self.used_rows, peers, check=check)
         return shared_rows(weight, self.used_rows, peers, check=check), bias

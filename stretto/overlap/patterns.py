@@ -25,6 +25,8 @@ class Match:
     style: str
     follower: str = ""
     """The module behind whose forward a row layer's last half hides."""
+    blocks: tuple[int, ...] = ()
+    """The proportions of the blocks that a row layer's input features come in."""
 
 
 def match_plan(
@@ -39,7 +41,7 @@ def match_plan(
     found: list[Match] = []
     taken: dict[str, str] = {}
     for pattern, words in plan.items():
-        style, follower = _style(pattern, words, styles)
+        style, blocks, follower = _style(pattern, words, styles)
         first_pattern, *siblings = plain_pattern(pattern).split("+")
         if siblings and style != "column":
             raise ValueError(
@@ -60,19 +62,22 @@ def match_plan(
                 taken[name] = pattern
             full = tuple(name_of_linear(full_names[name], modules[name], style) for name in names)
             behind = _resolved(follower, pattern, first, modules)
-            found.append(Match(pattern, full, style, full_names[behind] if behind else ""))
+            found.append(Match(pattern, full, style, full_names[behind] if behind else "", blocks))
     return found
 
 
-def _style(pattern: str, words: str, styles: Mapping[str, type | tuple[type, ...]]) -> tuple[str, str]:
+def _style(
+    pattern: str, words: str, styles: Mapping[str, type | tuple[type, ...]]
+) -> tuple[str, tuple[int, ...], str]:
     if not isinstance(words, str):
         raise ValueError(f"{pattern!r} asks for {words!r}; a style is a string")
     style, arrow, follower = (part.strip() for part in words.partition(">"))
-    if style not in styles:
+    style, blocks = (style, "") if style in styles or not style.startswith("row ") else ("row", style[4:])
+    if style not in styles or not all(part.isdecimal() and int(part) for part in blocks.split("+") if blocks):
         raise ValueError(f"{pattern!r} asks for {words!r}; the styles are {', '.join(map(repr, styles))}")
     if arrow and (style != "row" or not follower):
         raise ValueError(f"{pattern!r} asks for {words!r}; a follower is written 'row > its name'")
-    return style, follower
+    return style, tuple(int(part) for part in blocks.split("+") if blocks), follower
 
 
 def _check_type(name: str, module: nn.Module, style: str, allowed: type | tuple[type, ...]) -> None:

@@ -17,6 +17,8 @@ from stretto.overlap.dropout import PartDropout
 from stretto.overlap.follower import Follower
 from stretto.overlap.lora import parallelize_lora
 from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear, SharedInput, mesh_of
+from stretto.overlap.norms import FeaturesRMSNorm
+from stretto.overlap.packed import PackedColumns
 from stretto.overlap.patterns import Match, match_plan
 from stretto.overlap.replicated import replicate_parameters
 from stretto.overlap.rows import AnnouncedOutput, OwnRowsInput
@@ -32,14 +34,17 @@ _STYLES: dict[str, type | tuple[type, ...]] = {
     "sequence": nn.Module,
     "sequence announced": nn.Module,
     "heads": nn.Module,
+    "rms_norm": nn.RMSNorm,
     "vocab": (nn.Embedding, nn.Linear),
     "vocab whole": nn.Linear,
     "replicate": nn.Module,
+    "replicate own": nn.Module,
     "rows": nn.Module,
     "dropout rows": nn.Dropout,
     "dropout features": nn.Dropout,
 }
-_WHOLE = ("sequence", "sequence announced", "heads", "replicate")
+_WHOLE = ("sequence", "sequence announced", "heads", "replicate", "replicate own")
+_SAME = ("replicate", "replicate own")
 _SEQUENCE_ONLY = ("sequence", "sequence announced", "rows", "dropout rows")
 
 
@@ -55,7 +60,10 @@ def parallelize(
 
         "column", "row"     `nn.Linear`, cut by output or by input features. Names joined by `+` in the last
                             part ("layers.*.attn.q+k+v") are column layers with one input, which share one
-                            gather.
+                            gather; so may names further down ("*.mlp_in+attn.q+attn.k").
+        "row 1+4"           a row layer whose input features come in blocks of these proportions, each from a
+                            column layer, side by side. Up to the own share of its weight moves at each
+                            forward, and again at each backward if it is trained.
         "row > NAME"        without sequence sharding: the layer's last half hides behind the forward of the
                             module NAME, which must not read the layer's output; the output is complete when
                             NAME returns, and must not be read before. `*` in NAME stands for the same as in
@@ -73,6 +81,9 @@ def parallelize(
         "heads"             parameters used on own heads (norms of queries): replicated, gradients summed.
         "replicate"         parameters whose gradients are the same on every rank: replicated DTensors, so
                             that a gradient norm over all parameters is exact.
+        "replicate own"     as well, of the module's own parameters, not of those inside of it.
+        "rms_norm"          `nn.RMSNorm` over all heads' features behind a column layer: cut as they are, one
+                            number a row is summed over the ranks.
         "rows"              a module that takes announced rows as the plain rows they are.
         "dropout rows", "dropout features"  `nn.Dropout` on own rows, or on own features behind a column
                             layer: drawn as the one-process model does.
@@ -97,6 +108,7 @@ def parallelize(
     _check_styles(matches, options)
     _check_parameters(module, matches)
     _check_embeddings(module, matches)
+    _check_blocks(module, matches)
     mesh = mesh_of(group, next(module.parameters()).device)
     attentions = [_heads(module, match.names[0], matches, mesh) for match in matches if match.style == "attention"]
     sharded: Sharded = {}
@@ -127,7 +139,8 @@ def _check_parameters(module: nn.Module, matches: list[Match]) -> None:
     for match in matches:
         for name in match.names if match.style not in ("attention", "rows") else ():
             prefix = f"{name}." if name else ""
-            for inner, _ in module.get_submodule(name).named_parameters(remove_duplicate=False):
+            recurse = match.style != "replicate own"
+            for inner, _ in module.get_submodule(name).named_parameters(recurse=recurse, remove_duplicate=False):
                 before = planned.setdefault(prefix + inner, match.style)
                 if before != match.style:
                     raise ValueError(f"{prefix + inner!r} belongs to a {before!r} and to a {match.style!r} module")
@@ -148,6 +161,20 @@ def _check_embeddings(module: nn.Module, matches: list[Match]) -> None:
                     raise ValueError(
                         f"{match.names[0]!r} has {setting}={getattr(layer, setting)}; 'vocab' cannot do it"
                     )
+
+
+def _check_blocks(module: nn.Module, matches: list[Match]) -> None:
+    for match in matches:
+        layer = module.get_submodule(match.names[0])
+        if match.blocks and isinstance(layer, nn.Linear) and layer.in_features % sum(match.blocks):
+            raise ValueError(
+                f"{match.names[0]!r} has {layer.in_features} input features, which are not in the proportion "
+                f"{'+'.join(map(str, match.blocks))}"
+            )
+
+
+def _block_sizes(blocks: tuple[int, ...], num_features: int) -> tuple[int, ...]:
+    return tuple(num_features // sum(blocks) * block for block in blocks)
 
 
 def _placed(style: str) -> str:
@@ -175,7 +202,10 @@ def _apply(module: nn.Module, match: Match, mesh: DeviceMesh, options: LinearOpt
     elif style == "row":
         assert isinstance(layer, nn.Linear)
         RowLinear.adopt(layer, mesh, options, sharded)
-        if match.follower and isinstance(layer, RowLinear):
+        assert isinstance(layer, RowLinear)
+        if match.blocks:
+            layer.used_columns = PackedColumns(_block_sizes(match.blocks, layer.in_features), mesh.size())
+        if match.follower:
             layer.follower = Follower(module.get_submodule(match.follower))
     elif style in ("vocab", "vocab whole"):
         if isinstance(layer, nn.Embedding):
@@ -185,9 +215,12 @@ def _apply(module: nn.Module, match: Match, mesh: DeviceMesh, options: LinearOpt
             assert isinstance(layer, VocabLinear)
             layer.gathered = style == "vocab whole"
     elif style in _WHOLE:
-        replicate_parameters(layer, mesh, sharded, summed=style != "replicate")
+        replicate_parameters(layer, mesh, sharded, summed=style not in _SAME, recurse=style != "replicate own")
         if style == "sequence announced":
             layer.register_forward_hook(AnnouncedOutput(mesh, options.uneven))
+    elif style == "rms_norm":
+        assert isinstance(layer, nn.RMSNorm)
+        FeaturesRMSNorm.adopt(layer, mesh, sharded)
     elif style == "rows":
         layer.register_forward_pre_hook(OwnRowsInput(), with_kwargs=True)
     elif style in ("dropout rows", "dropout features"):

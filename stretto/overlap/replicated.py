@@ -22,7 +22,7 @@ __all__ = ["replicate_parameters"]
 
 
 def replicate_parameters(
-    module: nn.Module, mesh: DeviceMesh, sharded: Sharded | None = None, *, summed: bool
+    module: nn.Module, mesh: DeviceMesh, sharded: Sharded | None = None, *, summed: bool, recurse: bool = True
 ) -> None:
     """Make a module's parameters replicated DTensors in place.
 
@@ -32,13 +32,15 @@ def replicate_parameters(
         sharded: parameters that other modules share.
         summed: sum gradients over the ranks: each uses the parameters on its own rows or heads. Else their
             gradients must be the same on every rank already.
+        recurse: those inside of the module too.
     """
-    for owner in module.modules():
+    owners = list(module.modules()) if recurse else [module]
+    for owner in owners:
         own: dict[str, Placement] = {name: Replicate() for name, _ in owner.named_parameters(recurse=False)}
         shard_parameters(owner, own, mesh, sharded)
         if own:
             owner.register_load_state_dict_pre_hook(_Loading(own, mesh))
-    inside = _Inside(module, mesh, summed)
+    inside = _Inside(owners, mesh, summed)
     module.register_forward_pre_hook(inside.enter)
     module.register_forward_hook(inside.leave, always_call=True)
 
@@ -56,8 +58,8 @@ class _Loading:
 class _Inside:
     """While a module's forward runs its parameters are plain tensors."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, summed: bool) -> None:
-        self.owners = [owner for owner in module.modules() if owner._parameters]
+    def __init__(self, owners: list[nn.Module], mesh: DeviceMesh, summed: bool) -> None:
+        self.owners = [owner for owner in owners if owner._parameters]
         self.mesh, self.summed = mesh, summed and mesh.size() > 1
         self._outside: list[dict[str, nn.Parameter | None]] = []
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from stretto.overlap import LinearOptions, parallelize, parallelize_lora
 from stretto.overlap.modules import ParallelLinear
 from stretto.overlap.p2p import peers_of
+from stretto.overlap.routes import slice_sizes
 from tests.overlap.matmul_cases import Draw, leaf, same
 from tests.overlap.module_cases import full, own_rows
 
@@ -225,3 +226,26 @@ def other_tuner(model: nn.Module) -> nn.Module:
     from peft import LoHaConfig
 
     return get_peft_model(model, LoHaConfig(target_modules=TARGETS)).double()
+
+
+def llama(sequence: bool) -> None:
+    """A Llama of transformers whose ranks share key-value heads, by the shipped plan: every adapter's gradient."""
+    from tests.overlap.decoder_cases import parallel, tiny, tokens
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    torch.manual_seed(5)
+    adapters = LoraConfig(r=3, lora_alpha=2, target_modules=targets, init_lora_weights=False)
+    whole = get_peft_model(tiny("llama"), adapters).double()
+    mine = get_peft_model(tiny("llama"), adapters).double()
+    mine.load_state_dict(whole.state_dict())
+    parallel(mine, "llama", sequence, uneven=True)
+    ids = tokens(7)
+    logits = whole(ids, use_cache=False).logits
+    load = Draw(1)(*logits.shape)
+    (logits * load).sum().backward()
+    own = mine(ids, use_cache=False).logits
+    same("logits", own.full_tensor(), logits)
+    vocabulary = own.to_local()
+    my_load = load.split(slice_sizes(own.shape[-1], dist.get_world_size()), -1)[dist.get_rank()]
+    (vocabulary * my_load).sum().backward()
+    compare(mine, whole)

@@ -57,3 +57,8 @@ def test_adapters_merge_on_the_shards(ranks: Ranks) -> None:
 
 def test_what_cannot_be_parallel_is_refused_and_changes_nothing(ranks: Ranks) -> None:
     ranks.run(2, lora_cases.refusals)
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_an_adapted_llama_equals_one_process(ranks: Ranks, sequence: bool) -> None:
+    ranks.run(4, lora_cases.llama, sequence, timeout_s=120)

@@ -1,0 +1,78 @@
+"""RMS norm over features that are sharded: one number a row is summed over the ranks.
+
+For norms of queries and keys across all heads, behind column layers. The hazard: the sum is waited for before
+and after; it is one number a row, so what it costs is latency. Source: RMSNorm (arXiv 1910.07467).
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from stretto.overlap.inputs import outside_of_graphs
+from stretto.overlap.loops import sum_dtype
+from stretto.overlap.sharding import Sharded, shard_parameters, shard_state
+
+__all__ = ["FeaturesRMSNorm"]
+
+
+class FeaturesRMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` over the last dimension, of which each rank has some.
+
+    Shapes:
+        x (..., own features) -> (..., own features), in x's dtype; the mean of squares is over all features.
+
+    weight: (features,), DTensor, Shard(0).
+    Communication: an all-reduce of one float32 (float64 for float64) number a row, forward and backward.
+    Gradients: x and weight, of own features; nothing else is sent.
+    """
+
+    mesh: DeviceMesh
+    placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0)}
+
+    @classmethod
+    def adopt(cls, norm: nn.RMSNorm, mesh: DeviceMesh, sharded: Sharded | None = None) -> None:
+        """Turn a norm into a parallel one in place; rank 0's weight is everyone's."""
+        norm.__class__ = cls
+        assert isinstance(norm, FeaturesRMSNorm)
+        norm.mesh = mesh
+        shard_parameters(norm, cls.placements, mesh, sharded)
+
+    @outside_of_graphs
+    def forward(self, x: Tensor) -> Tensor:
+        """One all-reduce, then own features alone."""
+        wide = x.to(sum_dtype(x.dtype))
+        total: Tensor = _SumOverRanks.apply(wide.square().sum(-1, keepdim=True), self.mesh.get_group())
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        y = wide * torch.rsqrt(total / self.normalized_shape[0] + eps)
+        if isinstance(self.weight, DTensor):
+            y = y * self.weight.to_local()
+        return y.to(x.dtype)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        shard_state(state_dict, prefix, self.placements, self.mesh)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum over ranks that every rank uses for its own features: the gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_reduced(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _all_reduced(grads[0], ctx.group), None
+
+
+def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
