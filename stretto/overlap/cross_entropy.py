@@ -65,9 +65,10 @@ def vocab_cross_entropy(
             raise ValueError(f"targets of shape {tuple(targets.shape)} for logits of shape {tuple(logits.shape)}")
         local, vocabulary = _vocabulary(call, logits)
         flat = targets.flatten()
+    with peers.call("vocab_cross_entropy") as call:  # a call of its own, which a refusal leaves usable
         if check:
-            _check_targets(flat, vocabulary.total, ignore_index)
             check_same(call, flat, "targets")
+            _check_targets(flat, vocabulary.total, ignore_index)
         losses: Tensor = _CrossEntropy.apply(
             local.flatten(0, -2), flat, vocabulary.rows(peers.rank).start, group, ignore_index
         )

@@ -68,7 +68,7 @@ def shared_rows(local: Tensor, rows: SharedRows, peers: Peers, *, check: bool) -
     Gradients:
         Summed over the ranks that use a row, in one order, in float32 (float64 for float64), to its owner.
     """
-    found: Tensor = _Gather.apply(rows, peers, check, local.reshape(len(local), -1))
+    found: Tensor = _Gather.apply(rows, peers, check, local.flatten(1) if local.ndim > 1 else local.unsqueeze(1))
     repeats = rows.repeats(peers.rank)
     if repeats is not None:
         index = torch.tensor(repeats, device=local.device)

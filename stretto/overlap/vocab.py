@@ -65,8 +65,8 @@ class VocabEmbedding(nn.Embedding):
             if options.sequence_parallel and not options.uneven and len(rows) % world_size:
                 raise ValueError(f"{len(rows)} rows over {world_size} ranks are uneven; set LinearOptions.uneven")
             if check:
-                _check_tokens(rows, self.num_embeddings)
                 check_same(call, rows, "tokens")
+                _check_tokens(rows, self.num_embeddings)
         first = Slices(tuple(slice_sizes(self.num_embeddings, peers.world_size))).rows(peers.rank).start
         lookup = _Lookup(peers, rows, first, self.padding_idx, self.options)
         own: Tensor = _Embed.apply(lookup, call, self.weight.to_local())

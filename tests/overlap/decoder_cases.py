@@ -5,6 +5,7 @@ The whole model runs in one process beside it: logits, loss and every gradient m
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from stretto.overlap import (
     QWEN3,
     QWEN3_TP,
     LinearOptions,
+    causal_lm_loss,
     parallelize,
     vocab_cross_entropy,
 )
@@ -59,7 +61,18 @@ def tiny(family: str, **settings: Any) -> nn.Module:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    for module in model.modules():
+        for name in ("q_norm", "k_norm"):
+            if hasattr(module, name):
+                setattr(module, name, in_float64(getattr(module, name)))
     return model
+
+
+def in_float64(norm: nn.Module) -> nn.Module:
+    """The same norm by torch: transformers' rounds to float32 inside, and so each rank's part of a gradient."""
+    exact = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon)
+    exact.weight = norm.weight
+    return exact
 
 
 def parallel(model: nn.Module, family: str, sequence: bool, **options: Any) -> nn.Module:
@@ -105,3 +118,144 @@ def trained(case: dict[str, Any]) -> None:
         same("loss", my_loss, loss)
         my_loss.backward()
         compare(mine, whole)
+
+
+def clipped(family: str, sequence: bool) -> None:
+    """The norm of all gradients, sharded and replicated, and what clipping and a step leave of them."""
+    whole, mine = tiny(family), tiny(family)
+    parallel(mine, family, sequence, uneven=True)
+    ids = tokens(5)
+    for model in (whole, mine):
+        logits = model(ids, use_cache=False).logits
+        full(logits).square().sum().backward()
+    theirs = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    ours = nn.utils.clip_grad_norm_(mine.parameters(), 0.5)
+    same("norm", full(ours), theirs)
+    compare(mine, whole)
+    for model in (whole, mine):
+        torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    for (name, one), other in zip(mine.named_parameters(), whole.parameters()):
+        same(name, full(one.detach()), other.detach(), 1e-9)
+
+
+def checkpoints(family: str, tied: bool) -> None:
+    """A model on the meta device is made parallel, then filled from a plain checkpoint, and gives it back."""
+    whole = tiny(family, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        mine = tiny(family, tie_word_embeddings=tied)
+    parallel(mine, family, True, uneven=True)
+    mine.to_empty(device="cpu")
+    mine.model.rotary_emb = type(mine.model.rotary_emb)(mine.config)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.mul_(2)
+    mine.load_state_dict(whole.state_dict())
+    assert (mine.lm_head.weight is mine.model.embed_tokens.weight) == tied
+    ids = tokens(7)
+    same("logits", full(mine(ids, use_cache=False).logits), whole(ids, use_cache=False).logits)
+    assert list(mine.state_dict()) == list(whole.state_dict())
+    for name, value in mine.state_dict().items():
+        assert torch.equal(full(value), whole.state_dict()[name]), name
+
+
+def decoded(family: str, sequence: bool) -> None:
+    """Prefill, then one row at a time with a cache, padded on the left: logits as in one process; and generate."""
+    whole, mine = tiny(family).eval(), tiny(family).eval()
+    parallel(mine, family, sequence, uneven=True)
+    ids = tokens(6)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        caches: list[Any] = [None, None]
+        for start, end in ((0, 3), (3, 4), (4, 5), (5, 6)):
+            outputs = [
+                model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+                for model, cache in zip((whole, mine), caches)
+            ]
+            caches = [output.past_key_values for output in outputs]
+            same(f"logits of {start}:{end}", full(outputs[1].logits)[1], outputs[0].logits[1])
+            if start >= 2:
+                same(f"padded logits of {start}:{end}", full(outputs[1].logits), outputs[0].logits)
+        for keep in (1, 2):
+            kept = [full(model(ids, logits_to_keep=keep).logits) for model in (whole, mine)]
+            assert kept[0].shape[1] == keep
+            same(f"last {keep}", kept[1], kept[0])
+    for_generation = tiny(family).eval()
+    plan = {**PLANS[family][0 if sequence else 1], "lm_head": "vocab whole"}
+    parallelize(for_generation, plan, dist.group.WORLD, LinearOptions(sequence_parallel=sequence, uneven=True))
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(for_generation.generate(ids, **options), whole.generate(ids, **options))
+
+
+def packed_and_masked() -> None:
+    """Padding masks, positions and packed sequences, given for all rows, mean what they mean in one process."""
+    whole, mine = tiny("llama"), tiny("llama")
+    parallel(mine, "llama", True, uneven=True)
+    ids, mask = tokens(7), torch.ones(2, 7, dtype=torch.long)
+    mask[1, 5:] = 0
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    for given in ({"attention_mask": mask}, {"position_ids": packed}, {"position_ids": packed + 4}):
+        logits, own = (full(model(ids, use_cache=False, **given).logits) for model in (whole, mine))
+        same(str(list(given)), own, logits)
+
+
+def labelled() -> None:
+    """`labels` with the shipped loss, and with whole logits transformers' own loss, which is in float32."""
+    whole, mine = tiny("llama"), tiny("llama")
+    parallel(mine, "llama", True, uneven=True)
+    mine.loss_function = causal_lm_loss(dist.group.WORLD)
+    ids = tokens(7)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    mine_loss = mine(ids, labels=labels, use_cache=False).loss
+    logits = whole(ids, use_cache=False).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    same("loss", mine_loss, expected)
+    for model, loss in ((mine, mine_loss), (whole, expected)):
+        model.zero_grad()
+        loss.backward()
+    compare(mine, whole)
+    gathered = tiny("llama")
+    plan = {**LLAMA, "lm_head": "vocab whole"}
+    parallelize(gathered, plan, dist.group.WORLD, LinearOptions(uneven=True))
+    gathered(ids, labels=labels, use_cache=False).loss.backward()
+    whole.zero_grad()
+    whole(ids, labels=labels, use_cache=False).loss.backward()
+    compare(gathered, whole)
+
+
+def refused() -> None:
+    """What would be wrong in silence is an error on every rank, and leaves the group usable."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mine = tiny("llama")
+    parallel(mine, "llama", True)
+    ids = tokens(2 * n)
+    with pytest.raises(ValueError, match="the ranks have different tokens"):
+        mine(ids.roll(rank, 1), use_cache=False)
+    with pytest.raises(ValueError, match=f"{2 * n + 1} rows over {n} ranks are uneven; set LinearOptions.uneven"):
+        mine(tokens(2 * n + 1), use_cache=False)
+    with pytest.raises(ValueError, match="token 23 is outside of the vocabulary, 0 to 22"):
+        mine(ids.clamp(max=0) + 23, use_cache=False)
+    with pytest.raises(ValueError, match=rf"position_embeddings are of 4 rows, but the ranks have {4 * n} together"):
+        mine(inputs_embeds=torch.zeros(1, 4, 8, dtype=torch.float64), use_cache=False)
+    embeds, positions = torch.zeros(1, 1, 8, dtype=torch.float64), torch.arange(n)[None]
+    one_row = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match="attention_mask of shape"):
+        mine(inputs_embeds=embeds, position_ids=positions, attention_mask=one_row, use_cache=False)
+    logits = mine(ids, use_cache=False).logits
+    with pytest.raises(Exception, match="DTensor"):
+        F.cross_entropy(logits.transpose(1, 2), ids)
+    three = tiny("llama", num_attention_heads=3, num_key_value_heads=1, hidden_size=12)
+    dropping = tiny("llama", attention_dropout=0.1)
+    for model, words in [
+        (three, f"'model.layers.0.self_attn': num_heads=3 cannot be split over {n} ranks; use 1 rank"),
+        (dropping, r"'model.layers.0.self_attn' has attention_dropout=0.1"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            parallel(model, "llama", True)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    tied = tiny("llama", tie_word_embeddings=True)
+    plan = {name: style for name, style in LLAMA.items() if name != "model.embed_tokens"}
+    with pytest.raises(ValueError, match=r"'model.embed_tokens.weight' and 'lm_head.weight' are one parameter"):
+        parallelize(tied, plan, dist.group.WORLD)
+    assert not any(isinstance(parameter, DTensor) for parameter in tied.parameters())
