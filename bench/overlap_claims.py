@@ -1,0 +1,173 @@
+"""What `bench.overlap` measured against what it should: the law for every contender, and the targets.
+
+A cell holds, for each contender, seconds by repeat (the last rank's). The best number of sub-slices, or of
+chunks, is chosen by the two warm-up runs, which are not judged. The hazard is a law read as exact for loops
+with two products a step: it is a bound that their second product can beat.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bench.intervals import Interval, bootstrap, median_ratio
+from stretto.overlap.law import overlapped_s, plain_s, slicing_s
+
+__all__ = ["claims", "law", "predictions", "removed"]
+
+SUBSLICES, CHUNKS = (1, 2, 4), (2, 4, 8)
+REAL_OPERATIONS = ("gather forward", "scatter forward", "column backward", "row backward")
+Cell = Mapping[str, Any]
+
+
+def law(name: str, parts: Sequence[tuple[float, float]], num_ranks: int, layers: int = 0) -> float | None:
+    """Predicted seconds of a contender, from (compute, communication) seconds of each part; None: no law."""
+    compute, sent = (sum(values) for values in zip(*parts))
+    kind, _, number = name.partition(" ")
+    count = int(number) if number.isdigit() else 1
+    if name in ("compute", "bare", "ideal"):
+        return {"compute": compute, "bare": sent, "ideal": max(compute, sent)}[name]
+    if name in ("plain", "sends", "collective"):
+        return plain_s(compute, sent)
+    if kind not in ("slicing", "direct", "ring", "auto"):
+        return None
+    if layers:
+        return _reduction_s(kind, count, compute, sent, num_ranks, layers)
+    if kind == "slicing":
+        return sum(slicing_s(c, s, count) for c, s in parts)
+    if kind == "auto":
+        ways = [[plain_s(c, s), *(overlapped_s(c, s, num_ranks, m) for m in SUBSLICES)] for c, s in parts]
+        return sum(map(min, ways))
+    return sum(overlapped_s(c, s, num_ranks, count) for c, s in parts)
+
+
+def _reduction_s(kind: str, count: int, compute: float, sent: float, num_ranks: int, layers: int) -> float:
+    """A backward of equal layers (two products each, the first layer one) whose gradients leave meanwhile."""
+    product = compute / (2 * layers - 1)
+    done = [2 * product * (index + 1) for index in range(layers - 1)] + [compute]
+    if kind == "slicing":
+        per = layers // count
+        leaving = [(done[index], sent / count) for index in range(per - 1, layers, per)]
+    else:
+        leaving = [(at, sent / layers) for at in done[:-1]]
+        for step in range(1, num_ranks):
+            leaving.append((done[-2] + step * product / num_ranks, sent / layers / (num_ranks - 1)))
+    free = 0.0
+    for at, seconds in leaving:
+        free = max(free, at) + seconds
+    return max(compute, free)
+
+
+def predictions(cell: Cell) -> dict[str, float | None]:
+    """The law of every contender of a cell."""
+    parts = list(zip(cell["compute_s"], cell["sent_s"]))
+    return {name: law(name, parts, cell["num_ranks"], cell["layers"]) for name in cell["seconds"]}
+
+
+def removed(cell: Cell, name: str, against: str) -> Interval:
+    """The share of plain's overhead over `against` that a contender does not have, by repeat."""
+    seconds = cell["seconds"]
+    shares = [(p - t) / (p - i) for p, t, i in zip(seconds[plain(cell)], seconds[name], seconds[against])]
+    return bootstrap(lambda chosen: statistics.median(shares[i] for i in chosen), len(shares))
+
+
+def plain(cell: Cell) -> str:
+    """The faster of the ways that hide nothing."""
+    return _best(cell, ("plain", "sends", "collective"))
+
+
+def claims(cells: Iterable[Cell]) -> list[dict[str, Any]]:
+    """Every target that the cells can speak about: value, target, whether it is met."""
+    cells = list(cells)
+    asleep = [cell for cell in cells if cell["mode"] == "schedule"]
+    real = [cell for cell in cells if cell["mode"] == "real" and cell["num_ranks"] == 2]
+    found = [*_law_claims(asleep), *_removal_claims(asleep), *_real_claims(real)]
+    return [*found, *_auto_claims([*asleep, *real]), *_slicing_claims([*asleep, *real])]
+
+
+def _law_claims(cells: Sequence[Cell]) -> Iterable[dict[str, Any]]:
+    for num_ranks in sorted({cell["num_ranks"] for cell in cells}):
+        ratios = []
+        for cell in cells:
+            if cell["num_ranks"] == num_ranks:
+                ours = [n for n in cell["seconds"] if n in ("direct 1", "direct 2", "direct 4", "ring")]
+                ratios += [statistics.median(cell["seconds"][n]) / predictions(cell)[n] for n in ours]
+        yield _at_most(f"schedule, {num_ranks} ranks: measured / law, median", statistics.median(ratios), 1.05)
+
+
+def _removal_claims(cells: Sequence[Cell]) -> Iterable[dict[str, Any]]:
+    worst: dict[int, list[tuple[Interval, str]]] = {}
+    for cell in cells:
+        name = _hiding(cell)
+        if name:
+            worst.setdefault(cell["num_ranks"], []).append((removed(cell, name, "compute"), cell["name"]))
+    for num_ranks, intervals in sorted(worst.items()):
+        reached = [interval.reaches(0.98) for interval, _ in intervals]
+        least, where = min(intervals, key=lambda pair: pair[0].value)
+        yield {
+            "what": f"schedule, {num_ranks} ranks: overhead removed where the law hides all, median of cells",
+            "value": statistics.median(interval.value for interval, _ in intervals),
+            "target": 0.98,
+            "cells": len(reached),
+            "cells_met": sum(reached),
+            "least": {"cell": where, **least.as_dict()},
+            "met": all(reached),
+        }
+
+
+def _real_claims(cells: Sequence[Cell]) -> Iterable[dict[str, Any]]:
+    for cell in cells:
+        name = _hiding(cell)
+        if name and cell["operation"] in REAL_OPERATIONS:
+            interval = removed(cell, name, "ideal")
+            what = f"real, {cell['operation']}, rho {cell['rho']}: share of plain - ideal removed by {name}"
+            yield {"what": what, **interval.as_dict(), "target": 0.95, "met": interval.reaches(0.95)}
+
+
+def _auto_claims(cells: Sequence[Cell]) -> Iterable[dict[str, Any]]:
+    ratios = sorted(
+        statistics.median(cell["seconds"]["auto"]) / statistics.median(cell["seconds"][plain(cell)])
+        for cell in cells
+        if "auto" in cell["seconds"]
+    )
+    if ratios:
+        yield _at_most("the automatic choice / plain, median", statistics.median(ratios), 1.00)
+        late = ratios[min(len(ratios) - 1, int(0.95 * len(ratios)))]
+        yield _at_most("the automatic choice / plain, 95th percentile", late, 1.05)
+
+
+def _slicing_claims(cells: Sequence[Cell]) -> Iterable[dict[str, Any]]:
+    found = []
+    for cell in cells:
+        laws = {name: seconds for name, seconds in predictions(cell).items() if seconds is not None}
+        ours = [f"direct {m}" for m in SUBSLICES if f"direct {m}" in laws]
+        sliced = [f"slicing {k}" for k in CHUNKS]
+        if min(laws[n] for n in ours) <= min(laws[n] for n in sliced):
+            over, under = (cell["seconds"][_best(cell, names)] for names in (ours, sliced))
+            found.append((bootstrap(median_ratio(over, under), len(over)), cell["name"]))
+    if found:
+        worst, where = max(found, key=lambda pair: pair[0].low)
+        yield {
+            "what": "ours / the best slicing, where the law says not slower, median of cells",
+            "value": statistics.median(interval.value for interval, _ in found),
+            "target": 1.0,
+            "cells": len(found),
+            "cells_met": sum(interval.low <= 1.0 for interval, _ in found),
+            "worst": {"cell": where, **worst.as_dict()},
+            "met": worst.low <= 1.0,
+        }
+
+
+def _hiding(cell: Cell) -> str:
+    """Our fastest contender of those whose law leaves nothing to be seen; empty if the law has none."""
+    laws = predictions(cell)
+    ours = [f"direct {m}" for m in SUBSLICES if f"direct {m}" in laws]
+    hidden = [name for name in ours if (laws[name] or 0) <= (laws["compute"] or 0) * (1 + 1e-9)]
+    return _best(cell, hidden) if hidden else ""
+
+
+def _best(cell: Cell, names: Iterable[str]) -> str:
+    return min((n for n in names if n in cell["warm_s"]), key=lambda n: min(cell["warm_s"][n]))
+
+
+def _at_most(what: str, value: float, target: float) -> dict[str, Any]:
+    return {"what": what, "value": value, "target": target, "met": value <= target}

@@ -1,0 +1,130 @@
+"""One cell of `bench.overlap`, in a rank: every contender once a repeat, in an order that rotates.
+
+All ranks start a contender at one instant and tell when they were done; the parent takes the last. What moves
+unneeded is waited for as well, so nothing is left on the link for the next. The hazard is the collector of
+garbage: it is off while contenders run.
+"""
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.link import start_together
+from bench.overlap_cases import OPERATIONS, Operation, Sizes
+from bench.sleeping import asleep, pace
+from bench.slicing import Run, Sends, beside
+from stretto.overlap.p2p import Call, peers_of
+
+__all__ = ["alone", "cell"]
+
+SLICES = (2, 4, 8)
+SUBSLICES = (1, 2, 4)
+
+
+def alone(problem: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Bytes sent in each part of an operation, and seconds of its compute, (repeats, parts)."""
+    with _operation(problem) as operation:
+        runs = [run for run, _ in operation.parts]
+        seconds = [[_timed(run)["end"] for run in runs] for _ in range(repeats + 1)][1:]
+        return {"sent_bytes": [sent for _, sent in operation.parts], "seconds": seconds}
+
+
+def cell(problem: dict[str, Any], repeats: int, key: str) -> dict[str, dict[str, Any]]:
+    """For each contender and repeat: when this rank was done after the common start, and waited how long.
+
+    "seconds" and "exposed" by contender; "warm": seconds of the two runs before; "choices": of the automatic
+    one, by operation.
+    """
+    with _operation(problem) as operation, _waits_counted():
+        found = dict(_contenders(operation, problem, key))
+        for name in found:
+            found[name]()  # memory, connections, the automatic choice
+        warm = {name: [_timed(run)["end"] for _ in range(2)] for name, run in found.items()}
+        times: dict[str, list[dict[str, float]]] = {name: [] for name in found}
+        gc.collect()
+        gc.disable()
+        try:
+            for repeat in range(repeats):
+                order = list(found)
+                turn = repeat % len(order)
+                for name in (*order[turn:], *order[:turn]):
+                    times[name].append(_timed(found[name]))
+        finally:
+            gc.enable()
+        for close in operation.close:
+            close()
+        chosen = peers_of(dist.group.WORLD).choices.items()
+        choices = {operation: str(choice) for (operation, named, _), choice in chosen if named == key}
+        seconds, exposed = ({n: [t[k] for t in turns] for n, turns in times.items()} for k in ("end", "exposed"))
+        return {"seconds": seconds, "exposed": exposed, "warm": warm, "choices": choices}
+
+
+def _contenders(operation: Operation, problem: dict[str, Any], key: str) -> Iterator[tuple[str, Run]]:
+    sends = Sends(dist.group.WORLD)
+    yield "compute", operation.compute
+    yield "ideal", beside(sends, operation.sent_bytes, operation.compute)
+    yield "bare", beside(sends, operation.sent_bytes, lambda: None)
+    yield "sends", operation.slicing(1)
+    for k in SLICES:
+        yield f"slicing {k}", operation.slicing(k)
+    yield "direct 1", operation.library()
+    if operation.has_subslices:
+        yield "plain", operation.library(schedule="plain")
+        for m in SUBSLICES[1:]:
+            yield f"direct {m}", operation.library(num_subslices=m)
+    if operation.has_ring:
+        yield "ring", operation.library(schedule="ring")
+    if operation.collective is not None:
+        yield "collective", operation.collective
+    if operation.has_subslices and problem["auto"]:
+        yield "auto", operation.library(schedule="auto", tuned_as=key)
+    if problem["unchecked"]:
+        yield "direct 1, no headers", operation.library(check=False)
+
+
+@contextmanager
+def _operation(problem: dict[str, Any]) -> Iterator[Operation]:
+    """The operation of a problem; asleep, its whole compute takes `problem["seconds"]`."""
+    torch.manual_seed(0)
+    with asleep() if problem["seconds"] else nullcontext():
+        make = OPERATIONS[problem["operation"]]
+        operation = make(Sizes(**problem["sizes"]), Sends(dist.group.WORLD), dist.group.WORLD)
+        if problem["seconds"]:
+            pace.flops = 0
+            operation.compute()
+            pace.seconds_per_flop = problem["seconds"] / pace.flops
+        yield operation
+
+
+def _timed(run: Run) -> dict[str, float]:
+    start = start_together()
+    Sends.exposed_s = 0.0
+    run()
+    return {"end": time.monotonic() - start, "exposed": Sends.exposed_s}
+
+
+@contextmanager
+def _waits_counted() -> Iterator[None]:
+    """The seconds that this thread is blocked in the library's waits are counted with the baselines' own."""
+    wait: Callable[..., None] = Call.wait
+    mine = threading.current_thread()
+
+    def counted(call: Call, *args: Any) -> None:
+        start = time.perf_counter()
+        try:
+            wait(call, *args)
+        finally:
+            if threading.current_thread() is mine:
+                Sends.exposed_s += time.perf_counter() - start
+
+    Call.wait = counted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Call.wait = wait  # type: ignore[method-assign]
