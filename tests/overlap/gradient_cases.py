@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stretto.overlap import GradientReducer, ReductionThread, buckets, gradients, reduce_bucket
 from stretto.overlap.lane import Lane
+from stretto.overlap.p2p import Call
 from stretto.overlap.sliced import SlicedWeight
 from tests.overlap.matmul_cases import Draw, same
 
@@ -298,3 +299,46 @@ def different_models() -> tuple[str, str]:
     finally:
         reducer.close()
     return "", ""
+
+
+def exposed_on_a_slow_link(sliced: bool) -> float:
+    """Seconds blocked in a backward and `finish` where a slice takes 100 ms on the link and a product 150 ms.
+
+    A product of the sliced layer is stretched; the link carries one message at a time. The layer's weight is
+    the only one with messages worth mentioning.
+    """
+    message_s, product_s, n = 0.1, 0.15, dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64 * n, bias=False), nn.Linear(64 * n, 2))
+    reducer = GradientReducer(model, dist.group.WORLD, last=model[0] if sliced else (), sharded=True, bucket_bytes=1)
+    free, rows, backward = [0.0], SlicedWeight._rows_of, torch.Tensor.backward
+    arrivals: dict[int, float] = {}
+    post, wait = Lane.post, Call.wait
+
+    def slow_post(lane: Lane, step: int, subslice: int, outgoing: Tensor, incoming: Tensor) -> Any:
+        transfer = post(lane, step, subslice, outgoing, incoming)
+        if outgoing.numel() >= 64 * 64:
+            free[0] = max(free[0], time.perf_counter()) + message_s
+            arrivals[id(transfer)] = free[0]
+        return transfer
+
+    def slow_wait(call: Call, transfer: Any) -> None:
+        time.sleep(max(0.0, arrivals.get(id(transfer), 0.0) - time.perf_counter()))
+        wait(call, transfer)
+
+    def slow_rows(layer: SlicedWeight, owner: int, *kept: Any) -> Tensor:
+        time.sleep(product_s)
+        return rows(layer, owner, *kept)
+
+    x = torch.randn(4, 64)
+    with (
+        mock.patch.object(Lane, "post", slow_post),
+        mock.patch.object(Call, "wait", slow_wait),
+        mock.patch.object(SlicedWeight, "_rows_of", slow_rows),
+    ):
+        loss = model(x).sum()
+        dist.barrier()
+        backward(loss)
+        reducer.finish()
+    reducer.close()
+    return reducer.exposed_s

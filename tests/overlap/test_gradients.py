@@ -67,3 +67,11 @@ def test_requests_out_of_order_are_refused(ranks: Ranks) -> None:
 def test_wrong_requests_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must be a torch.distributed.ProcessGroup"):
         GradientReducer(nn.Linear(2, 2), None)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_last_gradient_leaves_no_tail_where_its_own_rows_come_last(ranks: Ranks, num_ranks: int) -> None:
+    whole = min(ranks.run(num_ranks, gradient_cases.exposed_on_a_slow_link, False))
+    sliced = max(ranks.run(num_ranks, gradient_cases.exposed_on_a_slow_link, True))
+    assert whole > 0.9 * 0.1 * (num_ranks - 1)
+    assert sliced < 0.03, "a slice's message takes less than a slice's product"
