@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from stretto.overlap import reference
+from stretto.overlap.dropout import PartDropout
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.modules import ColumnLinear, ParallelLinear, RowLinear, SharedInput
+from stretto.overlap.rows import as_part_of, own_part
 
 __all__ = ["parallelize_lora"]
 
@@ -44,6 +46,19 @@ class _Adapter(ParallelLinear):
         weight, bias = super()._local()
         group = self.mesh.get_group()
         return _summed_gradient(weight, group), None if bias is None else _summed_gradient(bias, group)
+
+
+class _AdapterDropout(PartDropout):
+    """An adapter's dropout on own rows or own features, whether announced or not."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As `PartDropout`; where every rank has all rows, as `nn.Dropout`."""
+        if not self.training or self.p == 0:
+            return nn.Dropout.forward(self, input)
+        if isinstance(input, DTensor) and tuple(input.placements) == (Replicate(),):
+            whole = nn.Dropout.forward(self, input.to_local())
+            return as_part_of(tuple(input.shape), whole, self.mesh, Replicate())
+        return super().forward(own_part(input))
 
 
 class _ColumnA(_Adapter, ColumnLinear):
@@ -102,8 +117,10 @@ def parallelize_lora(module: nn.Module) -> nn.Module:
         group in float32 (float64 for float64) by one all-reduce each.
 
     Raises:
-        ValueError: for DoRA and other variants, other tuners, merged adapters, and dropout in the adapter;
-            nothing was changed.
+        ValueError: for DoRA and other variants, other tuners, and merged adapters; nothing was changed.
+
+    Dropout in an adapter draws as one process would, if the ranks' generators are in step. Its A then has an
+    input of its own, which costs a communication of its own.
     """
     wrapped = [(name, one) for name, one in module.named_modules() if isinstance(_base_of(one), ParallelLinear)]
     for name, wrapper in wrapped:
@@ -183,11 +200,14 @@ def check_lora(name: str, wrapper: Any) -> None:
                 f"adapter {adapter!r} of {name!r} is {type(variants[adapter]).__name__}; "
                 "DoRA and other variants cannot be parallel, plain LoRA can"
             )
-        p = getattr(wrapper.lora_dropout[adapter], "p", 0.0)
-        if p > 0:
+        p, columns = (
+            getattr(wrapper.lora_dropout[adapter], "p", 0.0),
+            getattr(wrapper.base_layer, "used_columns", None),
+        )
+        if p > 0 and columns is not None:
             raise ValueError(
-                f"adapter {adapter!r} of {name!r} has lora_dropout={p}, which each rank would draw for itself; "
-                "set lora_dropout=0"
+                f"adapter {adapter!r} of {name!r} has lora_dropout={p}, which cannot be drawn for input features in "
+                f"several blocks; set lora_dropout=0"
             )
 
 
@@ -205,6 +225,10 @@ def _adopt(wrapper: Any) -> None:
         ):
             cls.adopt(layer, base.mesh, base.options)
             layer.wrapper, layer.adapter = (wrapper,), adapter
+        dropout = wrapper.lora_dropout[adapter]
+        if isinstance(dropout, nn.Dropout) and (base.options.sequence_parallel or not column):
+            part = "rows" if column else "features"
+            _AdapterDropout.adopt(dropout, base.mesh, part, uneven=base.options.uneven)
         wrapper.lora_A[adapter].shared = base.shared
         if column:
             wrapper.lora_B[adapter].used_rows = base.used_rows

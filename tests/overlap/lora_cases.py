@@ -67,12 +67,12 @@ def config(r: int, **options: Any) -> LoraConfig:
     return LoraConfig(r=r, lora_alpha=2 * r + 1, target_modules=TARGETS, init_lora_weights=False, **options)
 
 
-def adapted(model: nn.Module, seed: int = 5) -> PeftModel:
+def adapted(model: nn.Module, seed: int = 5, dropout: float = 0.0) -> PeftModel:
     """Two adapters of ranks that no number of ranks divides, both random; the second has a bias."""
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped = get_peft_model(model, config(5))
+        wrapped = get_peft_model(model, config(5, lora_dropout=dropout))
         wrapped.add_adapter("second", config(2, lora_bias=True))
     return wrapped.double()
 
@@ -97,26 +97,28 @@ def options_of(case: dict[str, Any]) -> LinearOptions:
 
 def trained(case: dict[str, Any]) -> None:
     """Outputs and every gradient of an adapted model, parallel after peft or before it."""
-    whole = adapted(plain_model())
+    whole = adapted(plain_model(), dropout=case["dropout"])
     plan = {**NORMS, **PLAN} if case["sequence"] else PLAN
     if case["peft_first"]:
-        mine = adapted(plain_model(checkpointed=case["checkpointed"]))
+        mine = adapted(plain_model(checkpointed=case["checkpointed"]), dropout=case["dropout"])
         if case["prefixed"]:
             plan = {f"base_model.model.{pattern}": style for pattern, style in plan.items()}
         parallelize(mine, plan, dist.group.WORLD, options_of(case))
     else:
         mine = plain_model(checkpointed=case["checkpointed"])
         parallelize(mine, plan, dist.group.WORLD, options_of(case))
-        mine = parallelize_lora(adapted(mine))
+        mine = parallelize_lora(adapted(mine, dropout=case["dropout"]))
         assert parallelize_lora(mine) is mine
     draw = Draw(case["seed"])
     x = leaf(draw(2, case["rows"], WIDTH))
     load = draw(*x.shape)
+    torch.manual_seed(case["seed"])
     with activate(whole, case):
         y = whole(x)
         (y * load).sum().backward()
     part = own_rows if case["sequence"] else (lambda tensor: tensor)
     own = leaf(part(x))
+    torch.manual_seed(case["seed"])
     with activate(mine, case):
         out = mine(own)
         same("y", out, part(y))
@@ -199,7 +201,6 @@ def refusals() -> None:
     merged.merge_adapter()
     for model, words in [
         (wrapped(use_dora=True), "'layers.0.q' is Dora.*; DoRA and other variants cannot be parallel"),
-        (wrapped(lora_dropout=0.1), "'layers.0.q' has lora_dropout=0.1, which each rank would draw for itself"),
         (merged, r"'layers.0.q' has merged adapters; unmerge them first \(model.unmerge_adapter\(\)\)"),
         (other_tuner(plain_model()), "'layers.0.q' is a peft.tuners.*; of peft's tuners only LoRA"),
     ]:

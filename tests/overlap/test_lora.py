@@ -22,6 +22,7 @@ cases = st.fixed_dictionaries(
         "trainable_base": st.booleans(),
         "peft_first": st.sampled_from([True, True, False]),
         "prefixed": st.booleans(),
+        "dropout": st.sampled_from([0.0, 0.3]),
         "seed": st.integers(0, 99),
     }
 )
