@@ -177,7 +177,7 @@ def replicate_matmul(
 
     Args:
         x: (..., K), the same on every rank.
-        weights: each (F, K), this rank's output features.
+        weights: each (F, K), this rank's output features, of x's dtype, or float32 where x is 16-bit.
         group: every rank of it makes this call.
         biases: (F,) for each weight, or None.
         schedule: of the backward, as in `matmul_reduce_scatter`. Nothing is sent forward.
@@ -198,7 +198,7 @@ def replicate_matmul(
     peers = peers_of(group)
     bs = list(biases) if biases is not None else [None] * len(weights)
     with peers.call("replicate_matmul"):
-        check_linear(x, weights, bs, 0)
+        check_linear(x, weights, bs, 0, wider=True)
         gradients, device = needed(x, *weights, *bs), x.device
         how = checked_how(peers, schedule, num_subslices, check, gradients, device=device, tuned_as=tuned_as)
     rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()

@@ -31,7 +31,7 @@ class AllGatherMatmul(torch.autograd.Function):
         """Each slice is multiplied as it arrives, own first."""
         weights, biases = rest[:num_weights], rest[num_weights:]
         kept = x.new_empty(slices.total, *x.shape[1:]) if how.keep_gathered else None
-        outs = [x.new_empty(slices.total, x.shape[1], len(weight)) for weight in weights]
+        outs = [weight.new_empty(slices.total, x.shape[1], len(weight)) for weight in weights]
 
         def run(way: How) -> None:
             header, cut = way.header(call, x.dtype), slices.cut(way.num_subslices)
@@ -86,7 +86,7 @@ def _input_and_weight_gradients(
     arriving = gather(call, header, x, slices, check=how.check) if regather else iter(())
     for piece, arrived in zip_longest(leaving, arriving):
         if scatter is not None:
-            scatter.put(piece, input_partial(grads, weights, piece.rows))
+            scatter.put(piece, input_partial(grads, weights, piece.rows, x.dtype))
         if arrived is not None:
             place, data = arrived
             _add(sums, grads, data, place.rows)
@@ -104,7 +104,7 @@ class ReplicateMatmul(torch.autograd.Function):
         weights, biases = rest[:num_weights], rest[num_weights:]
         ctx.how = how
         ctx.save_for_backward(x, *weights)
-        outs = [x.new_empty(*x.shape[:2], len(weight)) for weight in weights]
+        outs = [weight.new_empty(*x.shape[:2], len(weight)) for weight in weights]
         return tuple(output(x, weight, bias, out) for out, weight, bias in zip(outs, weights, biases))
 
     @staticmethod
@@ -143,7 +143,7 @@ def _summed_input_gradient(
     header = how.header(call, x.dtype)
     scatter = Scatter(call, header, tuple(x.shape), slices, x.device, check=how.check)
     for piece in scatter.pieces():
-        scatter.put(piece, input_partial(grads, weights, piece.rows))
+        scatter.put(piece, input_partial(grads, weights, piece.rows, x.dtype))
     dx = torch.empty_like(x)
     for piece, _ in gather(call, header, scatter.result(), slices, check=how.check, into=dx):
         _add(sums, grads, x[piece.rows], piece.rows)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.overlap.faults import Header
+from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import Call, Peers
 from stretto.overlap.routes import Asked, Slices, sizes_from, slice_sizes
 
@@ -100,8 +101,13 @@ def listed(
     return ws, [biases] if isinstance(biases, Tensor) else list(biases)
 
 
-def check_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dim: int) -> int:
-    """`dim` counted from the front, or `ValueError` for shapes, dtypes and devices that make no product."""
+def check_linear(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dim: int, *, wider: bool = False
+) -> int:
+    """`dim` counted from the front, or `ValueError` for shapes, dtypes and devices that make no product.
+
+    With `wider` weights may be float32 where x is 16-bit.
+    """
     if x.ndim < 2:
         raise ValueError(f"x of shape {tuple(x.shape)} must have at least 2 dimensions, rows and features")
     if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
@@ -122,8 +128,9 @@ def check_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
             )
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"bias of shape {tuple(bias.shape)} must be ({weight.shape[0]},)")
+        wanted = weight.dtype if wider and weight.dtype == sum_dtype(x.dtype) else x.dtype
         for name, tensor in (("weight", weight), ("bias", bias)):
-            if tensor is not None and tensor.dtype != x.dtype:
+            if tensor is not None and tensor.dtype != wanted:
                 raise ValueError(f"{name} is {tensor.dtype} and x is {x.dtype}; cast one of them")
             if tensor is not None and tensor.device != x.device:
                 raise ValueError(f"{name} is on {tensor.device} and x on {x.device}; move one of them")

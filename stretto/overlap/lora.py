@@ -39,6 +39,10 @@ class _Adapter(ParallelLinear):
         wrapper: Any = self.wrapper[0]
         if wrapper.disable_adapters or wrapper.merged or self.adapter not in wrapper.active_adapters:
             return False
+        if self.weight.dtype != wrapper.base_layer.weight.dtype and getattr(
+            wrapper, "cast_input_dtype_enabled", True
+        ):
+            return False  # it is called with a copy
         dropout = wrapper.lora_dropout[self.adapter]
         return not (dropout.training and getattr(dropout, "p", 0.0) > 0)
 
@@ -200,20 +204,26 @@ def check_lora(name: str, wrapper: Any) -> None:
                 f"adapter {adapter!r} of {name!r} is {type(variants[adapter]).__name__}; "
                 "DoRA and other variants cannot be parallel, plain LoRA can"
             )
-        p, columns = (
-            getattr(wrapper.lora_dropout[adapter], "p", 0.0),
-            getattr(wrapper.base_layer, "used_columns", None),
-        )
-        if p > 0 and columns is not None:
+    if getattr(wrapper.base_layer, "used_columns", None) is not None:
+        check_dropout(name, wrapper)
+
+
+def check_dropout(name: str, wrapper: Any) -> None:
+    """`ValueError` if an adapter has dropout, in front of a row layer whose input comes in several blocks."""
+    for adapter, dropout in wrapper.lora_dropout.items():
+        if getattr(dropout, "p", 0.0) > 0:
             raise ValueError(
-                f"adapter {adapter!r} of {name!r} has lora_dropout={p}, which cannot be drawn for input features in "
-                f"several blocks; set lora_dropout=0"
+                f"adapter {adapter!r} of {name!r} has lora_dropout={dropout.p}, which cannot be drawn for input "
+                f"features in several blocks; set lora_dropout=0"
             )
 
 
 def _adopt(wrapper: Any) -> None:
     base = wrapper.base_layer
     column = isinstance(base, ColumnLinear)
+    drops = any(getattr(dropout, "p", 0.0) > 0 for dropout in wrapper.lora_dropout.values())
+    if column and base.weight.dtype.itemsize == 2 and not drops:
+        wrapper.cast_input_dtype_enabled = False  # a float32 A takes the gather's 16-bit rows and casts them there
     if base.shared is None:
         base.shared = SharedInput([base])
     for adapter in wrapper.lora_A:

@@ -81,7 +81,8 @@ def all_gather_matmul(
 
     Args:
         x: (..., rows of this rank at dim, ..., K), 2-D or more.
-        weights: (F, K), this rank's output features; a sequence shares one gather and may differ in F.
+        weights: (F, K), this rank's output features; a sequence shares one gather and may differ in F. Each is
+            of x's dtype, or float32 where x is 16-bit: x travels in its own dtype and is cast where it is.
         group: every rank of it makes this call.
         dim: the dimension that is sharded by rows, any but the last.
         biases: (F,) for each weight, or None.
@@ -99,7 +100,7 @@ def all_gather_matmul(
             on every rank. Name it by the layer's whole size where several layers take inputs of one shape.
 
     Returns:
-        (..., sum(sizes) at dim, ..., F), or a list of them; laid out rows first.
+        (..., sum(sizes) at dim, ..., F) in the weight's dtype, or a list of them; laid out rows first.
 
     Gradients:
         x: reduce-scattered, own rows last. weights: against the gathered x, in the same loop, summed over
@@ -113,7 +114,7 @@ def all_gather_matmul(
     ws, bs = listed(weights, biases)
     peers = peers_of(group)
     with peers.call("all_gather_matmul") as call:
-        dim = check_linear(x, ws, bs, dim)
+        dim = check_linear(x, ws, bs, dim, wider=True)
         gradients, device = needed(x, *ws, *bs), x.device
         how = checked_how(
             peers, schedule, num_subslices, check, gradients, keep_gathered, device=device, tuned_as=tuned_as

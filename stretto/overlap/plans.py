@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from stretto.overlap.attention_heads import AttentionHeads, read_heads
 from stretto.overlap.dropout import PartDropout
 from stretto.overlap.follower import Follower
-from stretto.overlap.lora import parallelize_lora
+from stretto.overlap.lora import check_dropout, parallelize_lora
 from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear, SharedInput, mesh_of
 from stretto.overlap.norms import FeaturesRMSNorm
 from stretto.overlap.packed import PackedColumns
@@ -166,6 +166,9 @@ def _check_embeddings(module: nn.Module, matches: list[Match]) -> None:
 def _check_blocks(module: nn.Module, matches: list[Match]) -> None:
     for match in matches:
         layer = module.get_submodule(match.names[0])
+        wrapper, _, inside = match.names[0].rpartition(".")
+        if match.blocks and inside == "base_layer":
+            check_dropout(wrapper, module.get_submodule(wrapper))
         if match.blocks and isinstance(layer, nn.Linear) and layer.in_features % sum(match.blocks):
             raise ValueError(
                 f"{match.names[0]!r} has {layer.in_features} input features, which are not in the proportion "

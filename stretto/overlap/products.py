@@ -1,6 +1,7 @@
 """The products of a linear layer, piece by piece: output, input gradient, weight gradient.
 
-All tensors are (rows, inner, features), contiguous; weights are (out_features, in_features). The hazard is
+All tensors are (rows, inner, features), contiguous; weights are (out_features, in_features), of the input's
+dtype or wider (float32 with a 16-bit input, as adapters are), and outputs are of the weight's. The hazard is
 rounding: whatever is summed over pieces or over weights is kept in float32 (float64 for float64) and rounded
 once.
 """
@@ -18,7 +19,7 @@ __all__ = ["BiasGradient", "WeightGradient", "input_gradient", "input_partial", 
 
 def output(x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> Tensor:
     """Write x (n, inner, K) times weight (F, K), plus bias (F,), into `into` (n, inner, F)."""
-    flat, target = x.flatten(0, 1), into.flatten(0, 1)
+    flat, target = x.flatten(0, 1).to(weight.dtype), into.flatten(0, 1)
     if bias is None:
         torch.mm(flat, weight.t(), out=target)
     else:
@@ -26,8 +27,8 @@ def output(x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> Tens
     return into
 
 
-def input_partial(grads: Sequence[Tensor], weights: Sequence[Tensor], rows: slice) -> Tensor:
-    """The rows' gradient of the common input of several products, (n, inner, K), on this rank."""
+def input_partial(grads: Sequence[Tensor], weights: Sequence[Tensor], rows: slice, dtype: torch.dtype) -> Tensor:
+    """The rows' gradient of the common input of several products, (n, inner, K) of `dtype`, on this rank."""
     n, inner = grads[0][rows].shape[:2]
     partials = (grad[rows].flatten(0, 1) @ weight for grad, weight in zip(grads, weights))
     total = next(partials)
@@ -35,7 +36,7 @@ def input_partial(grads: Sequence[Tensor], weights: Sequence[Tensor], rows: slic
         total = total.to(sum_dtype(total.dtype))
         for partial in partials:
             total += partial
-    return total.to(grads[0].dtype).view(n, inner, weights[0].shape[1])
+    return total.to(dtype).view(n, inner, weights[0].shape[1])
 
 
 def input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], into: Tensor) -> None:
@@ -43,7 +44,7 @@ def input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], into: Ten
     if len(weights) == 1:
         torch.mm(grads[0].flatten(0, 1), weights[0], out=into.flatten(0, 1))
     else:
-        into.copy_(input_partial(grads, weights, slice(None)))
+        into.copy_(input_partial(grads, weights, slice(None), into.dtype))
 
 
 class WeightGradient:
@@ -55,7 +56,7 @@ class WeightGradient:
 
     def add(self, grad: Tensor, x: Tensor) -> None:
         """Add a piece: the output's gradient (n, inner, F) against the input (n, inner, K)."""
-        left, right = grad.flatten(0, 1).t(), x.flatten(0, 1)
+        left, right = grad.flatten(0, 1).t(), x.flatten(0, 1).to(grad.dtype)
         if self._sum.dtype == self._dtype:
             self._sum.addmm_(left, right)
         else:

@@ -159,7 +159,7 @@ def all_gather_matmul(
 ) -> list[Tensor]:
     """x (sizes[rank], inner, K), each weight (F, K) -> each (sum(sizes), inner, F)."""
     gathered = all_gather(x, sizes, group)
-    return [F.linear(gathered, weight, bias) for weight, bias in zip(weights, biases)]
+    return [F.linear(gathered.to(weight.dtype), weight, bias) for weight, bias in zip(weights, biases)]
 
 
 def matmul_reduce_scatter(
@@ -187,7 +187,7 @@ def replicate_matmul(
 ) -> list[Tensor]:
     """x (rows, inner, K) on all ranks, each weight (F, K) -> (rows, inner, F); x's gradient is summed."""
     x = replicate(x, group)
-    return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+    return [F.linear(x.to(weight.dtype), weight, bias) for weight, bias in zip(weights, biases)]
 
 
 def matmul_all_to_all(

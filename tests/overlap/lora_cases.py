@@ -138,13 +138,18 @@ def compare(mine: nn.Module, whole: nn.Module) -> None:
             same(name, full(parameter.grad), grad)
 
 
-def num_calls() -> int:
-    """Operations on the group in one forward and backward of one adapted block."""
-    mine = parallelize(adapted(plain_model()), {**NORMS, **PLAN}, dist.group.WORLD)
+def num_calls(dtype: torch.dtype) -> int:
+    """Operations on the group in one forward and backward of one adapted block; 16-bit ones have float32 adapters."""
+    mine = adapted(plain_model()).to(dtype)
+    for name, parameter in mine.named_parameters():
+        if "lora" in name and dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()
+    parallelize(mine, {**NORMS, **PLAN}, dist.group.WORLD)
     mine.base_model.set_adapter(["default", "second"])
     before = peers_of(dist.group.WORLD).num_calls
     block = mine.base_model.model.layers[0]
-    block(torch.ones(1, 2, WIDTH, dtype=torch.float64, requires_grad=True)).sum().backward()
+    block(torch.ones(1, 2, WIDTH, dtype=dtype, requires_grad=True)).sum().backward()
+    assert block.q.lora_A["default"].weight.grad.dtype == block.q.lora_A["default"].weight.dtype
     return peers_of(dist.group.WORLD).num_calls - before
 
 
@@ -201,12 +206,14 @@ def refusals() -> None:
     merged.merge_adapter()
     for model, words in [
         (wrapped(use_dora=True), "'layers.0.q' is Dora.*; DoRA and other variants cannot be parallel"),
+        (wrapped(lora_dropout=0.1), "layers.0.down' has lora_dropout=0.1, which cannot be drawn for input features"),
         (merged, r"'layers.0.q' has merged adapters; unmerge them first \(model.unmerge_adapter\(\)\)"),
         (other_tuner(plain_model()), "'layers.0.q' is a peft.tuners.*; of peft's tuners only LoRA"),
     ]:
         names = [name for name, _ in model.named_parameters()]
+        plan = {**PLAN, "layers.*.down": "row 5+6"} if "several" in words or "drawn" in words else PLAN
         with pytest.raises(ValueError, match=words):
-            parallelize(model, PLAN, group, whole)
+            parallelize(model, plan, group, whole)
         assert [name for name, p in model.named_parameters() if not isinstance(p, DTensor)] == names
 
     late = parallelize(plain_model(), PLAN, group, whole)

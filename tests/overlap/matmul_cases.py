@@ -234,3 +234,28 @@ def replicate(case: dict[str, Any], group: dist.ProcessGroup | None = None) -> N
     for w, my_w, sizes in zip(weights, my_ws, case["features"]):
         if needs_w:
             same("weight.grad", my_w.grad, part(w.grad, sizes, 0))
+
+
+def wider(operation: str, schedule: str) -> None:
+    """A float32 weight beside a 16-bit one on 16-bit rows: its output and gradients are not rounded to 16 bits."""
+    group, n, draw = dist.group.WORLD, dist.get_world_size(), Draw(2)
+    part = part_of(group)
+    x = leaf(draw(4 * n, 8).bfloat16())
+    weights = [leaf(draw(3 * n, 8).bfloat16()), leaf(draw(2 * n, 8).float())]
+    ys = [F.linear(x.to(w.dtype), w) for w in weights]
+    loads = [draw(*y.shape).to(y.dtype) for y in ys]
+    sum((y.float() * load.float()).sum() for y, load in zip(ys, loads)).backward()
+
+    whole = operation == "replicate"
+    mine = leaf(x if whole else part(x, [4] * n, 0))
+    my_ws = [leaf(part(w, [len(w) // n] * n, 0)) for w in weights]
+    call = overlap.replicate_matmul if whole else overlap.all_gather_matmul
+    outs = call(mine, my_ws, group, schedule=schedule)
+    my_loads = [part(load, [load.shape[-1] // n] * n, -1) for load in loads]
+    sum((out.float() * load.float()).sum() for out, load in zip(outs, my_loads)).backward()
+    assert [out.dtype for out in outs] == [torch.bfloat16, torch.float32]
+    assert (mine.grad.dtype, my_ws[1].grad.dtype) == (torch.bfloat16, torch.float32)
+    same("y", outs[1].double(), part(ys[1], [2] * n, -1).double(), 1e-6)
+    same("weight.grad", my_ws[1].grad.double(), part(weights[1].grad, [2] * n, 0).double(), 1e-6)
+    same("y of 16 bits", outs[0].double(), part(ys[0], [3] * n, -1).double(), 1e-2)
+    same("x.grad", mine.grad.double(), (x.grad if whole else part(x.grad, [4] * n, 0)).double(), 1e-2)

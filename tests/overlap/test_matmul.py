@@ -47,3 +47,9 @@ def test_a_product_equals_one_process(ranks: Ranks, num_ranks: int, operation: s
         ranks.run(num_ranks, getattr(matmul_cases, operation), case)
 
     check()
+
+
+@pytest.mark.parametrize("schedule", ["direct", "plain"])
+@pytest.mark.parametrize("operation", ["gather", "replicate"])
+def test_a_float32_weight_shares_the_gather_of_16_bit_rows(ranks: Ranks, operation: str, schedule: str) -> None:
+    ranks.run(2, matmul_cases.wider, operation, schedule)
