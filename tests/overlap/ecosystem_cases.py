@@ -33,13 +33,22 @@ def two_axes() -> DeviceMesh:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
 
 
-def parallel(mesh: DeviceMesh, sequence: bool, meta: bool = False, **options: Any) -> Model:
+def adapted(model: Model) -> Model:
+    """With LoRA of peft on every linear layer, random, its base layers frozen, its norms not."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(9)
+    adapters = LoraConfig(r=3, target_modules=["gate", "up", "down"], init_lora_weights=False)
+    return inject_adapter_in_model(adapters, model).double()
+
+
+def parallel(mesh: DeviceMesh, sequence: bool, meta: bool = False, with_lora: bool = False, **options: Any) -> Model:
     """A plain model's values, cut over `mesh["tp"]` and then sharded over `mesh["dp"]`."""
     if meta:
         with torch.device("meta"):
             model = Model(hidden=EVEN_HIDDEN, **options).double()
     else:
-        model = plain_model(**options)
+        model = adapted(plain_model(**options)) if with_lora else plain_model(**options)
     parallelize(model, PLAN if sequence else TP_PLAN, mesh["tp"], LinearOptions(sequence_parallel=sequence))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
@@ -75,10 +84,11 @@ def step(model: nn.Module, x: Tensor, scale: float = 1.0) -> tuple[Tensor, torch
     return y, optimizer, norm
 
 
-def fsdp(sequence: bool, checkpointed: bool, meta: bool) -> None:
+def fsdp(sequence: bool, checkpointed: bool, meta: bool, with_lora: bool) -> None:
     """FSDP2 over parallel layers: outputs, clipped gradients, their norm, and the weights after one step."""
     mesh = two_axes()
-    whole, mine = plain_model(), parallel(mesh, sequence, meta, checkpointed=checkpointed)
+    whole = adapted(plain_model()) if with_lora else plain_model()
+    mine = parallel(mesh, sequence, meta, with_lora, checkpointed=checkpointed)
     x, own = batch(mesh, sequence)
     y, _, theirs = step(whole, x, scale=0.5)
     out, _, norm = step(mine, leaf(own))
@@ -88,7 +98,9 @@ def fsdp(sequence: bool, checkpointed: bool, meta: bool) -> None:
     parameters = dict(whole.named_parameters())
     for name, parameter in mine.named_parameters():
         assert isinstance(parameter, DTensor)
-        same(f"{name}.grad", full(parameter.grad), parameters[name].grad)
+        assert (parameter.grad is None) == (parameters[name].grad is None), name
+        if parameter.grad is not None:
+            same(f"{name}.grad", full(parameter.grad), parameters[name].grad)
         same(name, full(parameter), parameters[name])
 
 

@@ -9,11 +9,13 @@ from tests.ranks import Ranks
 
 
 @pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize(("checkpointed", "meta"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("checkpointed", "meta", "with_lora"), [(False, False, False), (True, True, False), (True, False, True)]
+)
 def test_a_step_under_fsdp2_is_the_step_of_one_process(
-    ranks: Ranks, sequence: bool, checkpointed: bool, meta: bool
+    ranks: Ranks, sequence: bool, checkpointed: bool, meta: bool, with_lora: bool
 ) -> None:
-    ranks.run(4, ecosystem_cases.fsdp, sequence, checkpointed, meta)
+    ranks.run(4, ecosystem_cases.fsdp, sequence, checkpointed, meta, with_lora)
 
 
 @pytest.mark.parametrize("sequence", [True, False])
