@@ -25,7 +25,9 @@ from bench.overlap_report import merged, plot, table, write
 
 RHOS = (0.3, 0.56, 0.75, 1.0, 1.5)
 ASLEEP = Sizes(rows=2048, wide=256, narrow=64, batch=32)
-REAL = Sizes(rows=2048, wide=1024, narrow=2048)
+REAL = Sizes(rows=3072, wide=1024, narrow=2048)
+TARGETED = ("gather forward", "scatter forward", "column backward", "row backward")
+OTHERS = tuple(operation for operation in OPERATIONS if operation not in TARGETED)
 SIZES = {
     ("schedule", "Ulysses"): replace(ASLEEP, rows=768, wide=1536),
     ("real", "column backward"): replace(REAL, narrow=1024),
@@ -35,7 +37,7 @@ SIZES = {
     ("real", "query-split attention"): Sizes(rows=1024, wide=1024, narrow=0),
     ("real", "gradient reduction"): Sizes(rows=0, wide=512, narrow=0),
 }
-SECONDS = {2: 0.08, 4: 0.1, 8: 0.15}
+SECONDS = {2: 0.06, 4: 0.08, 8: 0.16}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Setting:
     num_ranks: int
     rhos: tuple[float, ...]
     repeats: int
+    operations: tuple[str, ...] = tuple(OPERATIONS)
+    longer: float = 1.0
 
     def problem(self, operation: str, rho: float) -> dict[str, Any]:
         """Plain data for the ranks; asleep, a whole compute takes `seconds`."""
@@ -53,35 +57,38 @@ class Setting:
         return {
             "operation": operation,
             "sizes": asdict(sizes),
-            "seconds": SECONDS[self.num_ranks] if self.mode == "schedule" else 0.0,
-            "auto": True,
+            "seconds": self.longer * SECONDS[self.num_ranks] if self.mode == "schedule" else 0.0,
             "unchecked": rho == 0.56,
         }
 
 
 FULL = (
-    Setting("schedule", 2, RHOS, 5),
-    Setting("schedule", 4, RHOS, 5),
-    Setting("schedule", 8, RHOS, 3),
-    Setting("real", 2, RHOS, 9),
-    Setting("real", 4, (0.56, 1.0), 3),
+    Setting("schedule", 2, RHOS, 3),
+    Setting("schedule", 4, RHOS, 3, TARGETED),
+    Setting("schedule", 4, (0.56, 1.0), 3, OTHERS),
+    Setting("schedule", 8, RHOS, 3, TARGETED),
+    Setting("schedule", 8, (0.56, 1.0), 3, OTHERS),
+    Setting("real", 2, RHOS, 9, TARGETED),
+    Setting("real", 2, (0.56,), 3, OTHERS),
+    Setting("real", 4, (0.56,), 3, TARGETED),
 )
 QUICK = (
-    Setting("schedule", 2, (0.56, 1.0), 2),
-    Setting("schedule", 4, (0.56,), 2),
-    Setting("schedule", 8, (0.56,), 2),
-    Setting("real", 2, (0.56,), 3),
+    Setting("schedule", 2, (0.56, 1.0), 2, TARGETED),
+    Setting("schedule", 2, (0.56,), 2, OTHERS),
+    Setting("schedule", 4, (0.56,), 2, TARGETED),
+    Setting("schedule", 8, (0.56,), 2, TARGETED[:2]),
+    Setting("real", 2, (0.56,), 3, TARGETED[:2]),
 )
 
 
-def cells(setting: Setting, operations: Sequence[str], rhos: Sequence[float], tolerance: float) -> Iterator[Any]:
+def cells(setting: Setting, tolerance: float) -> Iterator[dict[str, Any]]:
     """Measure every cell of a setting; each as soon as it is there."""
     with Link(setting.num_ranks, tolerance=tolerance) as link:
-        for operation in operations:
+        for operation in setting.operations:
             before = link.run("bench.overlap_ranks:alone", setting.problem(operation, 0.0), 3)
             sent_bytes = before[0]["sent_bytes"]
             compute_s = [statistics.median(times) for times in _by_part(before)]
-            for rho in (rho for rho in setting.rhos if not rhos or rho in rhos):
+            for rho in setting.rhos:
                 yield _cell(link, setting, operation, rho, sent_bytes, sum(compute_s))
 
 
@@ -105,7 +112,7 @@ def _cell(
     cell |= {"sent_bytes": sent_bytes, "sent_s": [8 * sent / bits_per_s for sent in sent_bytes]}
     cell |= {"bits_per_s": bits_per_s, "burst_bytes": link.burst_bytes, "choices": ranks[0]["choices"]}
     cell |= {"law_s": predictions(cell), "took_s": time.perf_counter() - started}
-    del cell["rhos"]
+    del cell["rhos"], cell["operations"]
     return cell
 
 
@@ -113,6 +120,17 @@ def _by_part(ranks: Sequence[dict[str, Any]]) -> list[list[float]]:
     """Seconds of each part by repeat, the slowest rank's."""
     repeats = [[max(part) for part in zip(*turn)] for turn in zip(*(rank["seconds"] for rank in ranks))]
     return [list(part) for part in zip(*repeats)]
+
+
+def _chosen(settings: Sequence[Setting], args: argparse.Namespace) -> Iterator[Setting]:
+    """The settings that the arguments leave, with what they change."""
+    for setting in settings:
+        operations = tuple(o for o in setting.operations if not args.only or o in args.only)
+        rhos = tuple(rho for rho in setting.rhos if not args.rho or rho in args.rho)
+        wanted = args.mode in ("both", setting.mode) and (not args.ranks or setting.num_ranks in args.ranks)
+        if wanted and operations and rhos:
+            repeats = args.repeats or setting.repeats
+            yield replace(setting, operations=operations, rhos=rhos, repeats=repeats, longer=args.longer)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -124,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rho", type=float, nargs="+", help="only these ratios")
     parser.add_argument("--only", nargs="+", metavar="OPERATION", choices=list(OPERATIONS))
     parser.add_argument("--repeats", type=int, default=0)
+    parser.add_argument("--longer", type=float, default=1.0, help="times that sleeping computes are longer")
     parser.add_argument("--tolerance", type=float, default=0.05, help="of the link's rate; more is no result")
     parser.add_argument("--json", type=Path, help="with a filter the other cells in the file stay")
     parser.add_argument("--plot", type=Path, help="measured against the law")
@@ -136,12 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_part = bool(args.only or args.ranks or args.rho or args.mode != "both")
     measured, started, complete = {}, time.perf_counter(), False
     try:
-        for setting in QUICK if args.quick else FULL:
-            wanted = args.mode in ("both", setting.mode) and (not args.ranks or setting.num_ranks in args.ranks)
-            if not wanted:
-                continue
-            setting = replace(setting, repeats=args.repeats or setting.repeats)
-            for cell in cells(setting, args.only or list(OPERATIONS), args.rho or (), args.tolerance):
+        for setting in _chosen(QUICK if args.quick else FULL, args):
+            for cell in cells(setting, args.tolerance):
                 measured[cell["name"]] = cell
                 print(f"{table(cell)}\n  {time.perf_counter() - started:.0f} s so far", flush=True)
         complete = True

@@ -271,12 +271,10 @@ def gradients(sizes: Sizes, sends: Sends, group: dist.ProcessGroup) -> Operation
 
     closers: list[Run] = []
 
-    def library(check: bool = True, **how: Any) -> Run:
+    def library(num_last: int) -> Run:
         layers, module = make()
-        size = layers[0].weight.nbytes
-        reducer = GradientReducer(
-            module, dist.new_group(), bucket_bytes=size, last=layers[0], sharded=True, check=check
-        )
+        size, last = layers[0].weight.nbytes, layers[:num_last]
+        reducer = GradientReducer(module, dist.new_group(), bucket_bytes=size, last=last, sharded=True)
         closers.append(reducer.close)
         run = backward(module)
         return lambda: (run(), reducer.finish())

@@ -28,7 +28,7 @@ def law(name: str, parts: Sequence[tuple[float, float]], num_ranks: int, layers:
         return {"compute": compute, "bare": sent, "ideal": max(compute, sent)}[name]
     if name in ("plain", "sends", "collective"):
         return plain_s(compute, sent)
-    if kind not in ("slicing", "direct", "ring", "auto"):
+    if kind not in ("slicing", "direct", "ring", "auto", "last"):
         return None
     if layers:
         return _reduction_s(kind, count, compute, sent, num_ranks, layers)
@@ -41,19 +41,21 @@ def law(name: str, parts: Sequence[tuple[float, float]], num_ranks: int, layers:
 
 
 def _reduction_s(kind: str, count: int, compute: float, sent: float, num_ranks: int, layers: int) -> float:
-    """A backward of equal layers (two products each, the first layer one) whose gradients leave meanwhile."""
-    product = compute / (2 * layers - 1)
-    done = [2 * product * (index + 1) for index in range(layers - 1)] + [compute]
-    if kind == "slicing":
-        per = layers // count
-        leaving = [(done[index], sent / count) for index in range(per - 1, layers, per)]
-    else:
-        leaving = [(at, sent / layers) for at in done[:-1]]
-        for step in range(1, num_ranks):
-            leaving.append((done[-2] + step * product / num_ranks, sent / layers / (num_ranks - 1)))
-    free = 0.0
-    for at, seconds in leaving:
-        free = max(free, at) + seconds
+    """A backward of equal layers (two products each, the first layer one) whose gradients leave meanwhile.
+
+    "slicing": in `count` buckets. "last": layer by layer, of the last `count` only others' rows, own rows after all.
+    """
+    product, clock, free = compute / (2 * layers - 1), 0.0, 0.0
+    for layer in reversed(range(layers)):
+        if kind == "last" and layer < count:
+            for _ in range(num_ranks - 1):
+                clock += product / num_ranks
+                free = max(free, clock) + sent / layers / (num_ranks - 1)
+            clock += product if layer else 0.0
+        else:
+            clock += 2 * product if layer else product
+            if kind == "last" or layer % (layers // count) == 0:
+                free = max(free, clock) + sent / (layers if kind == "last" else count)
     return max(compute, free)
 
 
@@ -89,8 +91,9 @@ def _law_claims(cells: Sequence[Cell]) -> Iterable[dict[str, Any]]:
         ratios = []
         for cell in cells:
             if cell["num_ranks"] == num_ranks:
-                ours = [n for n in cell["seconds"] if n in ("direct 1", "direct 2", "direct 4", "ring")]
-                ratios += [statistics.median(cell["seconds"][n]) / predictions(cell)[n] for n in ours]
+                laws = predictions(cell)
+                names = [*_ours(cell), *(["ring"] if "ring" in laws else [])]
+                ratios += [statistics.median(cell["seconds"][n]) / (laws[n] or 0.0) for n in names]
         yield _at_most(f"schedule, {num_ranks} ranks: measured / law, median", statistics.median(ratios), 1.05)
 
 
@@ -139,8 +142,7 @@ def _slicing_claims(cells: Sequence[Cell]) -> Iterable[dict[str, Any]]:
     found = []
     for cell in cells:
         laws = {name: seconds for name, seconds in predictions(cell).items() if seconds is not None}
-        ours = [f"direct {m}" for m in SUBSLICES if f"direct {m}" in laws]
-        sliced = [f"slicing {k}" for k in CHUNKS]
+        ours, sliced = _ours(cell), [f"slicing {k}" for k in CHUNKS if f"slicing {k}" in laws]
         if min(laws[n] for n in ours) <= min(laws[n] for n in sliced):
             over, under = (cell["seconds"][_best(cell, names)] for names in (ours, sliced))
             found.append((bootstrap(median_ratio(over, under), len(over)), cell["name"]))
@@ -160,9 +162,13 @@ def _slicing_claims(cells: Sequence[Cell]) -> Iterable[dict[str, Any]]:
 def _hiding(cell: Cell) -> str:
     """Our fastest contender of those whose law leaves nothing to be seen; empty if the law has none."""
     laws = predictions(cell)
-    ours = [f"direct {m}" for m in SUBSLICES if f"direct {m}" in laws]
-    hidden = [name for name in ours if (laws[name] or 0) <= (laws["compute"] or 0) * (1 + 1e-9)]
+    hidden = [name for name in _ours(cell) if (laws[name] or 0) <= (laws["compute"] or 0) * (1 + 1e-9)]
     return _best(cell, hidden) if hidden else ""
+
+
+def _ours(cell: Cell) -> list[str]:
+    """The library's ways without a tail: with m sub-slices, or with so many last layers sliced."""
+    return [name for kind in ("direct", "last") for m in SUBSLICES if (name := f"{kind} {m}") in cell["seconds"]]
 
 
 def _best(cell: Cell, names: Iterable[str]) -> str:

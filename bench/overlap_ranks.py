@@ -43,8 +43,6 @@ def cell(problem: dict[str, Any], repeats: int, key: str) -> dict[str, dict[str,
     """
     with _operation(problem) as operation, _waits_counted():
         found = dict(_contenders(operation, problem, key))
-        for name in found:
-            found[name]()  # memory, connections, the automatic choice
         warm = {name: [_timed(run)["end"] for _ in range(2)] for name, run in found.items()}
         times: dict[str, list[dict[str, float]]] = {name: [] for name in found}
         gc.collect()
@@ -73,18 +71,20 @@ def _contenders(operation: Operation, problem: dict[str, Any], key: str) -> Iter
     yield "sends", operation.slicing(1)
     for k in SLICES:
         yield f"slicing {k}", operation.slicing(k)
-    yield "direct 1", operation.library()
     if operation.has_subslices:
         yield "plain", operation.library(schedule="plain")
-        for m in SUBSLICES[1:]:
+        for m in SUBSLICES:
             yield f"direct {m}", operation.library(num_subslices=m)
+    else:
+        for m in SUBSLICES:
+            yield f"last {m}", operation.library(num_last=m)
     if operation.has_ring:
         yield "ring", operation.library(schedule="ring")
     if operation.collective is not None:
         yield "collective", operation.collective
-    if operation.has_subslices and problem["auto"]:
+    if operation.has_subslices:
         yield "auto", operation.library(schedule="auto", tuned_as=key)
-    if problem["unchecked"]:
+    if problem["unchecked"] and operation.has_subslices:
         yield "direct 1, no headers", operation.library(check=False)
 
 

@@ -3,8 +3,8 @@
 So that schedules are measured and not the cores that the ranks of one machine share. `asleep` puts functions
 that wait in the place of this process's CPU kernels of mm and addmm, for all threads, autograd's included;
 `sleeping_attention` is for operations that take an attention. The hazard: results are zeros or whatever was
-there. A sleep that ends late shortens the next one, by half a
-millisecond at most, so that their sum is exact.
+there. A sleep that ends late shortens the next one,
+by half a millisecond at most, so that their sum is exact.
 """
 
 import ctypes

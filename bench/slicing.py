@@ -136,12 +136,13 @@ def slice_reduction(sends: Sends, layers: Sequence[nn.Linear], k: int, backward:
     for weight in weights:
         weight.register_post_accumulate_grad_hook(send)
 
-    def run() -> None:
+    def run() -> list[Tensor]:
         state.update(count=0, under_way=[])
         backward()
         for works, flat, into in state["under_way"]:
             sends.wait(works)
             for peer in sends.peers:
                 flat[sends.rank] += into[peer]
+        return [flat for _, flat, _ in state["under_way"]]
 
     return run
