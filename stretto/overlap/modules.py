@@ -235,4 +235,6 @@ def mesh_of(group: dist.ProcessGroup | DeviceMesh, device: torch.device) -> Devi
         if group.ndim != 1:
             raise ValueError(f"the mesh has {group.ndim} axes; pass one of them, mesh['name']")
         return group
-    return DeviceMesh.from_group(group, "cpu" if device.type == "meta" else device.type)
+    if device.type != "meta":
+        return DeviceMesh.from_group(group, device.type)
+    return DeviceMesh.from_group(group, "cuda" if "nccl" in dist.get_backend(group) else "cpu")

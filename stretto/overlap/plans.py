@@ -186,7 +186,7 @@ def _placed(style: str) -> str:
 
 def _heads(module: nn.Module, name: str, matches: list[Match], mesh: DeviceMesh) -> AttentionHeads:
     inside = [one for match in matches if match.style == "column" for one in match.names]
-    columns = {one: module.get_submodule(one) for one in inside if one.startswith(f"{name}.")}
+    columns = {one: module.get_submodule(one) for one in inside if one.startswith(f"{name}." if name else "")}
     linears = {one: layer for one, layer in columns.items() if isinstance(layer, nn.Linear)}
     return read_heads(name, module.get_submodule(name), linears, mesh.size())
 

@@ -101,7 +101,7 @@ def trained(case: dict[str, Any]) -> None:
     """Logits, loss and every gradient; then, again with other rows, what accumulates."""
     family, settings = case["family"], case["settings"]
     whole, mine = tiny(family, **settings), tiny(family, **settings)
-    parallel(mine, family, case["sequence"], uneven=True, **case["options"])
+    parallel(mine, family, case["sequence"], **{"uneven": True, **case["options"]})
     if case["checkpointed"]:
         mine.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         mine.train()
@@ -109,10 +109,12 @@ def trained(case: dict[str, Any]) -> None:
         ids = tokens(rows)
         targets = tokens(rows + 1)[:, 1:].clone()
         targets[0, 0] = -100
-        logits = whole(ids, use_cache=False).logits
+        keep = case.get("keep", 0)
+        targets = targets[:, -keep:]
+        logits = whole(ids, use_cache=False, logits_to_keep=keep).logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
-        own = mine(ids, use_cache=False).logits
+        own = mine(ids, use_cache=False, logits_to_keep=keep).logits
         same("logits", own.full_tensor(), logits)
         my_loss = vocab_cross_entropy(own, targets, dist.group.WORLD)
         same("loss", my_loss, loss)

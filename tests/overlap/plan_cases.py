@@ -155,6 +155,57 @@ def followed(checkpointed: bool) -> list[str]:
     return seen
 
 
+class Attend(nn.Module):
+    """Attention that reads `heads` and `kv_heads`, and the shape of its input, by position or by keyword."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, bias: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        self.query = nn.Linear(WIDTH, heads * head_dim, bias)
+        self.key, self.value = (nn.Linear(WIDTH, kv_heads * head_dim, bias) for _ in range(2))
+        self.out = nn.Linear(heads * head_dim, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, rows, _ = x.shape
+        q, k, v = (
+            layer(x).view(batch, rows, heads, -1).transpose(1, 2)
+            for layer, heads in ((self.query, self.heads), (self.key, self.kv_heads), (self.value, self.kv_heads))
+        )
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.heads != self.kv_heads)
+        result: Tensor = self.out(y.transpose(1, 2).reshape(batch, rows, -1))
+        return result
+
+
+def attended(case: dict[str, Any]) -> None:
+    """Any number of key-value heads for any number of ranks that divide the query heads."""
+    sequence, rows = case["sequence"], case["rows"]
+    torch.manual_seed(case["seed"])
+    whole = Attend(case["heads"], case["kv_heads"], case["head_dim"], case["bias"]).double()
+    mine = copy.deepcopy(whole)
+    plan = {"": "attention", "query+key+value" if case["shared"] else "query": "column", "out": "row"}
+    if not case["shared"]:
+        plan |= {"key": "column", "value": "column"}
+    options = LinearOptions(sequence_parallel=sequence, uneven=True, schedule=case["schedule"])
+    parallelize(mine, plan, dist.group.WORLD, options)
+    mine.load_state_dict(whole.state_dict())
+    part = own_rows if sequence else (lambda tensor: tensor)
+    draw = Draw(case["seed"])
+    x, load = leaf(draw(2, rows, WIDTH)), draw(2, rows, WIDTH)
+    y = whole(x)
+    (y * load).sum().backward()
+    own = leaf(part(x))
+    out = mine(x=own) if case["keyword"] else mine(own)
+    same("y", out, part(y))
+    (out * part(load)).sum().backward()
+    joined = torch.zeros_like(x)
+    part(joined).copy_(own.grad)
+    if sequence:
+        dist.all_reduce(joined)
+    same("x.grad", joined, x.grad)
+    every, theirs = ([full(p.grad).flatten() for p in model.parameters()] for model in (mine, whole))
+    same("weights", torch.cat(every), torch.cat(theirs))  # a key's bias alone has no gradient
+
+
 def embedded(case: dict[str, Any]) -> None:
     """Embedding and logits over the vocabulary, with tied weights and padding, and their loss, at once."""
     sequence, vocabulary, n = case["sequence"], case["vocabulary"], dist.get_world_size()

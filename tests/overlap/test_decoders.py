@@ -49,6 +49,16 @@ def test_fewer_rows_than_ranks(ranks: Ranks) -> None:
     ranks.run(4, decoder_cases.trained, case("llama", True, rows=[1, 2, 3]))
 
 
+@pytest.mark.parametrize("schedule", ["direct", "ring", "plain"])
+def test_every_schedule_with_even_rows(ranks: Ranks, schedule: str) -> None:
+    options = {"uneven": False, "schedule": schedule, "num_subslices": 2}
+    ranks.run(2, decoder_cases.trained, case("llama", True, rows=[4, 6], options=options))
+
+
+def test_logits_of_the_last_rows_alone(ranks: Ranks) -> None:
+    ranks.run(4, decoder_cases.trained, case("llama", True, keep=2))
+
+
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_clipping_and_a_step_are_those_of_one_process(ranks: Ranks, num_ranks: int, sequence: bool) -> None:

@@ -1,5 +1,6 @@
 """Plans beyond linear layers: dropout, followers, vocabulary, replicated parameters; and plans that are refused."""
 
+import math
 from typing import Any
 
 import pytest
@@ -30,6 +31,31 @@ def test_a_row_layer_is_in_flight_until_its_follower_returns(
     for events in ranks.run(num_ranks, plan_cases.followed, checkpointed):
         others = num_ranks - 1
         assert events == [f"sent, {others} in flight", f"inside the follower, {others} in flight", "awaited"]
+
+
+@st.composite
+def attentions(draw: st.DrawFn, num_ranks: int) -> dict[str, Any]:
+    kv_heads = draw(st.integers(1, 4))
+    heads = math.lcm(num_ranks, kv_heads) * draw(st.integers(1, 2))
+    return {
+        "heads": heads,
+        "kv_heads": draw(st.sampled_from([kv_heads, heads])),
+        "head_dim": draw(st.integers(1, 3)),
+        "rows": draw(st.integers(1, 7)),
+        "schedule": draw(st.sampled_from(["direct", "ring", "plain", "auto"])),
+        "seed": draw(st.integers(0, 99)),
+        **{name: draw(st.booleans()) for name in ("sequence", "bias", "shared", "keyword")},
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
+def test_attention_with_any_number_of_key_value_heads(ranks: Ranks, num_ranks: int) -> None:
+    @few(num_ranks, 10)
+    @given(attentions(num_ranks))
+    def check(case: dict[str, Any]) -> None:
+        ranks.run(num_ranks, plan_cases.attended, case)
+
+    check()
 
 
 cases = st.fixed_dictionaries(
