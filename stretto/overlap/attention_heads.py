@@ -20,9 +20,11 @@ from stretto.overlap.shared_rows import SharedRows
 
 __all__ = ["AttentionHeads", "read_heads"]
 
-_HEADS = ("heads", "num_heads", "num_attention_heads", "n_heads", "n_head")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads")
-_GROUPS = ("num_key_value_groups", "num_kv_groups")
+_COUNTS = {
+    "heads": ("heads", "num_heads", "num_attention_heads", "n_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "kv_heads", "n_kv_heads"),
+    "groups": ("num_key_value_groups", "num_kv_groups"),
+}
 _DROPOUT = ("attention_dropout", "attn_dropout", "dropout_p")
 _INPUT = ("hidden_states", "x", "input", "query")
 
@@ -39,14 +41,11 @@ class AttentionHeads:
     def apply(self, root: nn.Module, mesh: DeviceMesh, options: LinearOptions) -> None:
         """Set head counts and shared heads; the module's layers are parallel already."""
         module, cut, rank = root.get_submodule(self.name), self.cut, mesh.get_local_rank()
-        for names, count in [
-            (_HEADS, cut.heads),
-            (_KV_HEADS, len(cut.kv_heads(rank))),
-            (_GROUPS, cut.group),
-        ]:
+        own = {"heads": cut.heads, "kv_heads": len(cut.kv_heads(rank)), "groups": cut.group}
+        for kind, names in _COUNTS.items():
             for name in names:
                 if isinstance(getattr(module, name, None), int):
-                    setattr(module, name, count)
+                    setattr(module, name, own[kind])
         for column in self.columns:
             layer = root.get_submodule(column)
             assert isinstance(layer, ColumnLinear)
@@ -75,6 +74,12 @@ def read_heads(name: str, module: nn.Module, columns: dict[str, nn.Linear], worl
         cut = cut_heads(widths[-1] // head_dim, world_size, widths[0] // head_dim)
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
+    whole = {"heads": cut.num_heads, "kv_heads": cut.num_kv_heads, "groups": cut.num_heads // cut.num_kv_heads}
+    for kind, attributes in _COUNTS.items():
+        for attribute in attributes:
+            count = getattr(module, attribute, whole[kind])
+            if isinstance(count, int) and count != whole[kind]:
+                raise ValueError(f"{name!r} has {attribute}={count}, but its column layers make {whole[kind]}")
     return AttentionHeads(name, cut, head_dim, tuple(columns))
 
 
@@ -82,11 +87,11 @@ def _head_dim(name: str, module: nn.Module, num_features: int) -> int:
     head_dim = getattr(module, "head_dim", None)
     if isinstance(head_dim, int):
         return head_dim
-    for attribute in _HEADS:
+    for attribute in _COUNTS["heads"]:
         heads = getattr(module, attribute, None)
         if isinstance(heads, int) and heads > 0:
             return max(1, num_features // heads)
-    known = ", ".join(_HEADS)
+    known = ", ".join(_COUNTS["heads"])
     raise ValueError(f"{name!r} tells neither its head_dim nor how many heads it has ({known}); set one of them")
 
 

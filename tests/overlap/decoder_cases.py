@@ -25,6 +25,7 @@ from stretto.overlap import (
     vocab_cross_entropy,
 )
 from tests.overlap.matmul_cases import same
+from tests.overlap.module_cases import own_rows
 
 PLANS = {
     "llama": (LLAMA, LLAMA_TP),
@@ -199,6 +200,17 @@ def packed_and_masked() -> None:
     for given in ({"attention_mask": mask}, {"position_ids": packed}, {"position_ids": packed + 4}):
         logits, own = (full(model(ids, use_cache=False, **given).logits) for model in (whole, mine))
         same(str(list(given)), own, logits)
+
+
+def embedded_outside() -> None:
+    """Own rows as `inputs_embeds`, with the positions of all rows."""
+    whole, mine = tiny("llama"), tiny("llama")
+    parallel(mine, "llama", True, uneven=True)
+    ids = tokens(7)
+    own = own_rows(whole.model.embed_tokens(ids))
+    positions = torch.arange(7)[None]
+    logits = full(mine(inputs_embeds=own, position_ids=positions, use_cache=False).logits)
+    same("logits", logits, whole(ids, use_cache=False).logits)
 
 
 def labelled() -> None:

@@ -206,6 +206,26 @@ def attended(case: dict[str, Any]) -> None:
     same("weights", torch.cat(every), torch.cat(theirs))  # a key's bias alone has no gradient
 
 
+def compiled_around() -> None:
+    """Under torch.compile a plan's modules run eagerly between graphs, with the same numbers."""
+    torch.manual_seed(4)
+    feed = Feed()
+    mine = nn.Sequential(nn.LayerNorm(WIDTH), Attend(4, 2, 2, True), feed).double()
+    plan = {"0": "sequence", "1": "attention", "1.query+key+value": "column", "1.out": "row"}
+    plan |= {f"2.{name.rpartition('.')[2]}": style for name, style in DROPPING.items()}
+    parallelize(mine, plan, dist.group.WORLD)
+    x, y = leaf(Draw(2)(2, 3, WIDTH)), leaf(Draw(2)(2, 3, WIDTH))
+    torch.manual_seed(1)
+    torch.compile(mine, backend="eager")(x).square().sum().backward()
+    grads = [full(parameter.grad) for parameter in mine.parameters()]
+    mine.zero_grad()
+    torch.manual_seed(1)
+    mine(y).square().sum().backward()
+    same("x", x.grad, y.grad)
+    for (name, parameter), grad in zip(mine.named_parameters(), grads):
+        same(name, grad, full(parameter.grad), 1e-9)
+
+
 def embedded(case: dict[str, Any]) -> None:
     """Embedding and logits over the vocabulary, with tied weights and padding, and their loss, at once."""
     sequence, vocabulary, n = case["sequence"], case["vocabulary"], dist.get_world_size()
@@ -331,6 +351,8 @@ def refused() -> None:
     n = dist.get_world_size()
     whole = LinearOptions(sequence_parallel=False)
     sides, dropping = Sides(), Dropping()
+    miscounted = Attend(2 * n, 2 * n, 3, False)
+    miscounted.kv_heads = 7
     for model, plan, options, words in [
         (
             sides,
@@ -354,6 +376,12 @@ def refused() -> None:
         (dropping, {"layers.*": "attention"}, None, "no 'column' layer inside of it is"),
         (dropping, {"layers.*": "attention", "layers.*.up": "column"}, None, "tells neither its head_dim nor"),
         (dropping, {"layers.*.inner+outer": "dropout rows"}, None, "joins names by"),
+        (
+            miscounted,
+            {"": "attention", "query+key": "column", "out": "row"},
+            None,
+            "'' has kv_heads=7, but its column layers make",
+        ),
         (nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {"0": "vocab"}, None, "'0' has max_norm=1.0"),
     ]:
         before = {name: id(parameter) for name, parameter in model.named_parameters()}

@@ -80,6 +80,10 @@ def test_masks_and_positions_are_of_all_rows(ranks: Ranks) -> None:
     ranks.run(2, decoder_cases.packed_and_masked)
 
 
+def test_own_rows_may_be_embedded_outside(ranks: Ranks) -> None:
+    ranks.run(2, decoder_cases.embedded_outside)
+
+
 def test_labels_with_the_shipped_loss_and_with_that_of_transformers(ranks: Ranks) -> None:
     ranks.run(2, decoder_cases.labelled)
 

@@ -103,6 +103,11 @@ def test_an_error_in_a_forward_leaves_parameters_in_place(ranks: Ranks) -> None:
     ranks.run(2, plan_cases.an_error_inside_leaves_parameters_in_place)
 
 
+@pytest.mark.slow
+def test_a_plan_can_be_compiled_around(ranks: Ranks) -> None:
+    ranks.run(2, plan_cases.compiled_around, timeout_s=180)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_bad_plans_are_refused_and_change_nothing(ranks: Ranks, num_ranks: int) -> None:
     ranks.run(num_ranks, plan_cases.refused)
