@@ -9,7 +9,8 @@ back are logits of all rows, a DTensor that has the own vocabulary: take the los
 set `model.loss_function = causal_lm_loss(group)` and pass `labels`. For `generate` and for code that wants plain
 logits replace one entry: `{**LLAMA, "lm_head": "vocab whole"}`. With sharded rows `inputs_embeds` are a rank's own
 rows, and need `position_ids` of all rows and no mask; anything else is refused. `output_hidden_states` gives own
-rows. The hazard: `attention_dropout` must be 0, which `parallelize` checks. Sources: Megatron-LM; torchtitan's plans for the form.
+rows. The hazard: `attention_dropout` must be 0, which `parallelize` checks. Sources:
+Megatron-LM; torchtitan's plans for the form.
 """
 
 __all__ = ["LLAMA", "LLAMA_TP", "QWEN2", "QWEN2_TP", "QWEN3", "QWEN3_TP"]
