@@ -9,6 +9,7 @@ cause. The hazard is a store whose host died with the fault: then each rank can 
 
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,16 +157,16 @@ def refuse(store: dist.Store, refusal: str, call: int) -> None:
         return
 
 
-def hang_up(group: dist.ProcessGroup, rank: int, world_size: int) -> None:
+def hang_up(backend: Any, rank: int, world_size: int) -> None:
     """Close this rank's connections, so that its peers fail now and not at the group's timeout (gloo only).
 
     gloo closes every pair of a context in which a wait timed out: so one receive that nobody answers is timed
     out.
     """
-    if world_size == 1 or dist.get_backend(group) != "gloo":
+    if world_size == 1 or backend.name() != "gloo":
         return
     try:
-        work = group.recv([torch.empty(1)], (rank + 1) % world_size, _NO_TAG)
+        work = backend.recv([torch.empty(1, device="cpu")], (rank + 1) % world_size, _NO_TAG)
         work.wait(timedelta(milliseconds=1))
     except RuntimeError:
         return

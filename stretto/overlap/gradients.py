@@ -10,7 +10,7 @@ own, and `finish` must follow every backward. Source: the data-parallel row of t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from stretto.overlap.late_sums import LateSums
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import peers_of
 from stretto.overlap.sliced import SlicedWeight
+from stretto.overlap.streams import Made, Worker, made
 
 __all__ = ["GradientReducer"]
 
@@ -107,13 +108,13 @@ class GradientReducer:
         for m in module.modules():
             recurse = id(m) in whole or isinstance(m, nn.MultiheadAttention)
             self._handles.append(m.register_forward_pre_hook(partial(self._await_parameters, recurse)))
-        self._thread = ThreadPoolExecutor(1, "stretto gradients")
+        self._thread = Worker("stretto gradients")
         self.exposed_s = 0.0
-        self._traded: dict[int, Future[Tensor]] = {}
+        self._traded: dict[int, Future[Made]] = {}
         self._accumulating = False
-        self._pieces: list[list[Future[Tensor]]] = [[] for _ in self._buckets]
+        self._pieces: list[list[Future[Made]]] = [[] for _ in self._buckets]
         self._late = LateSums(len(self._buckets))
-        self._published: dict[int, Future[Tensor]] = {}
+        self._published: dict[int, Future[Made]] = {}
         self._bucket_of = {id(p): index for index, b in enumerate(self._buckets) for p in b.parameters}
 
     @contextmanager
@@ -134,8 +135,9 @@ class GradientReducer:
         for index in range(len(self._buckets)):
             self._launch_up_to(index, whole=True)
         for index, trade in self._traded.items():
-            own = self._sliced[index].own()
-            self._pieces[index].append(self._thread.submit(self._complete, self._buckets[index], trade, own))
+            bucket, own = self._buckets[index], self._sliced[index].own()
+            mine = None if own is None else made(own)
+            self._pieces[index].append(self._thread.submit(bucket.device, self._complete, bucket, trade, mine))
         self._traded.clear()
         for bucket in self._buckets:
             bucket.ready.clear()
@@ -196,7 +198,8 @@ class GradientReducer:
                 owned.grad = gradient
             return
         submit, peers = self._thread.submit, self._peers
-        arriving = [submit(spread, peers, b, g, check=self._check) for b, g in zip(self._buckets, settled)]
+        pairs = zip(self._buckets, settled)
+        arriving = [submit(b.device, spread, peers, b, made(g), check=self._check) for b, g in pairs]
         for bucket, future in zip(self._buckets, arriving):
             bucket.write_gradients(self._awaited(future))
 
@@ -206,8 +209,9 @@ class GradientReducer:
         The next forward of each layer waits for its parameters; `wait` waits for all of them here.
         """
         for index in self._by_use:
-            bucket, owned = self._buckets[index], self.owned[index].detach().clone()
-            self._published[index] = self._thread.submit(spread, self._peers, bucket, owned, check=self._check)
+            bucket, owned = self._buckets[index], made(self.owned[index].detach().clone())
+            shards = self._thread.submit(bucket.device, spread, self._peers, bucket, owned, check=self._check)
+            self._published[index] = shards
         if wait:
             self._receive(list(self._published))
 
@@ -220,10 +224,10 @@ class GradientReducer:
             del sliced.layer.forward
         self._thread.shutdown()
 
-    def _awaited(self, future: "Future[Tensor]") -> Tensor:
+    def _awaited(self, future: "Future[Made]") -> Tensor:
         """What the thread has made, once it has; the time until then is exposed."""
         with tracing.blocked("gradient reduction") as span:
-            result = future.result()
+            result = future.result().take()
         self.exposed_s += span.seconds
         self._peers.records.of("gradient reduction", "", (), "direct", 1).exposed_s += span.seconds
         return result
@@ -247,8 +251,8 @@ class GradientReducer:
             return True
         if not whole and len(bucket.ready) < len(bucket.parameters):
             return False
-        flat = bucket.flat_gradient()
-        self._launch(number, lambda peer: flat[bucket.slices.rows(peer)])
+        flat = made(bucket.flat_gradient())
+        self._launch(number, lambda peer: flat.take()[bucket.slices.rows(peer)])
         return True
 
     def _launch(self, number: int, make: Callable[[int], Tensor]) -> None:
@@ -256,15 +260,15 @@ class GradientReducer:
         bucket.launched = True
         if self._late_bound:
             bucket.drop_gradients()
-        trade = self._thread.submit(trade_pieces, self._peers, bucket, make, check=self._check)
+        trade = self._thread.submit(bucket.device, trade_pieces, self._peers, bucket, make, check=self._check)
         if number in self._sliced and self._sliced[number].waits:
             self._traded[number] = trade
         else:
-            self._pieces[number].append(self._thread.submit(self._complete, bucket, trade, None))
+            self._pieces[number].append(self._thread.submit(bucket.device, self._complete, bucket, trade, None))
 
-    def _complete(self, bucket: Bucket, trade: "Future[Tensor]", own: Tensor | None) -> Tensor:
+    def _complete(self, bucket: Bucket, trade: "Future[Made]", own: Tensor | None) -> Tensor:
         """In the thread: pieces (world_size, own elements); or the own sum; or every sum, flat."""
-        pieces = trade.result()
+        pieces = trade.result().take()
         if own is not None:
             pieces[self._peers.rank] = own
         if self._late_bound:

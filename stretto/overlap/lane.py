@@ -43,8 +43,11 @@ class Lane:
         self.routes = [route(kind, schedule, peers.rank, peers.world_size, i) for i in range(peers.world_size)]
         self.last = peers.world_size - 1
         self._header, self._shapes = replace(header, lane=kind), shapes
-        self._device, self._check = device, check
-        self._buffer = Header.blank(device)
+        call.device = device
+        if peers.world_size > 1:
+            peers.wire(device)
+        self._device, self._check = peers.words(device), check
+        self._buffer = Header.blank(self._device)
         self._incoming = self._announce(0)
 
     def post(self, step: int, subslice: int, outgoing: Tensor, incoming: Tensor) -> Transfer:

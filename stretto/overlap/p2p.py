@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.overlap import tracing
-from stretto.overlap.faults import Header, PeerError, enter, hang_up, refuse
+from stretto.overlap.faults import Header, PeerError, enter, refuse
 from stretto.overlap.law import Choice
+from stretto.overlap.moments import Moment, now
 from stretto.overlap.records import Record, Records, Report
 from stretto.overlap.routes import route
 from stretto.overlap.transfers import Transfer
+from stretto.overlap.wires import HOST, Wire, open_wire
 
 __all__ = ["Call", "Peers", "peers_of", "report"]
 
@@ -33,7 +35,7 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
-        self._backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+        self.backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
         self.world_size = dist.get_world_size(group)
         self.store: dist.Store = group.get_group_store()
         self.num_calls = 0
@@ -41,6 +43,7 @@ class Peers:
         self.unfinished: list[Transfer] = []
         self.records = Records()
         self.choices: dict[Hashable, Choice] = {}
+        self.wires: dict[torch.device, Wire] = {}
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -51,7 +54,24 @@ class Peers:
 
     def backend(self, device: torch.device) -> str:
         """The name of what carries the group's messages for a device: "gloo", "nccl", ..."""
-        return self._backends.get(device.type, "none")
+        return self.backends.get(device.type, "none")
+
+    def wire(self, device: torch.device) -> Wire:
+        """What carries tensors of a device. Every rank must come here in the same call: the first time opens it."""
+        if device not in self.wires:
+            self.wires[device] = open_wire(self.group, self.rank, self.world_size, self.backends, device)
+        return self.wires[device]
+
+    def words(self, device: torch.device) -> torch.device:
+        """Where the small messages live that go beside tensors of a device and that the host reads."""
+        return HOST if self.backend(device) in ("gloo", "nccl") else device
+
+    def hang_up(self) -> None:
+        """Make peers that wait for this rank fail now."""
+        if HOST.type in self.backends:
+            self.wire(HOST)
+        for wire in self.wires.values():
+            wire.hang_up()
 
     @contextmanager
     def call(self, operation: str, *, background: bool = False) -> Iterator["Call"]:
@@ -139,12 +159,15 @@ class Call:
         self.choice: Choice | None = None
         self.exposed_s = 0.0
         """Seconds in which the host did nothing but wait for messages."""
-        self.products_s = 0.0
-        """Seconds of the caller's work between them."""
+        self.device = HOST
+        """Of the tensors that it sends."""
+        self.waits: list[tuple[Moment, Moment]] = []
+        """In a trial: when the caller, or its stream, began and ended to wait."""
         self._in_flight: list[Transfer] = []
         self._record: Record | None = None
         self._recorded_s = 0.0
-        self._start_s = self._product_s = time.perf_counter()
+        self._start_s = time.perf_counter()
+        self._product: Moment = self._start_s
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Transfer:
         """Start one batch of (tensor, peer) messages; empty tensors are left out on both sides.
@@ -152,27 +175,20 @@ class Call:
         Receives come first: gloo sends a payload when its receiver has said that it is ready, and says so on
         the connection of its own payload. Behind that, two ranks that trade would take turns on the link.
         """
-        group = self.peers.group
         messages = [("receiving from", tensor, peer) for tensor, peer in receives if tensor.numel()]
         messages += [("sending to", tensor, peer) for tensor, peer in sends if tensor.numel()]
-        batch = [
-            dist.P2POp(dist.isend if verb == "sending to" else dist.irecv, t, group=group, group_peer=peer)
-            for verb, t, peer in messages
-        ]
         self.num_posts += 1
-        transfer = Transfer(dist.batch_isend_irecv(batch) if batch else [], messages)
+        wire = self.peers.wire(messages[0][1].device) if messages else None
+        transfer = Transfer(wire.post(messages) if wire is not None else [], messages, wire)
         if tracing.is_tracing():
-            names = [f"{verb} rank {peer} {tuple(t.shape)}, {self.position}" for verb, t, peer in messages]
-            transfer.watched = [
-                tracing.watch(work, name, self.name, self.operation) for work, name in zip(transfer.works, names)
-            ]
+            transfer.watch(self.position, self.name, self.operation, now(self.device))
         self._in_flight.append(transfer)
         return transfer
 
     def wait(self, transfer: Transfer) -> None:
         """Until the transfer's messages have arrived and left; a peer that is gone ends the group."""
         each = len(transfer.works) == len(transfer.messages)  # NCCL gives one work for the whole batch
-        start_s = time.perf_counter()
+        start_s, start = time.perf_counter(), self.now()
         for index in range(len(transfer.works)):
             try:
                 transfer.wait(index)
@@ -181,10 +197,12 @@ class Call:
                 doing = " and ".join(f"{verb} rank {peer} {tuple(t.shape)}" for verb, t, peer in messages)
                 self.fail(f"{doing}: {str(error).splitlines()[0]}", error)
         if not self.background:
-            end_s = time.perf_counter()
-            self.exposed_s += end_s - start_s
+            end = self.now()
+            self.exposed_s += time.perf_counter() - start_s
+            if self.is_trial:
+                self.waits.append((start, end))
             if tracing.is_tracing():
-                tracing.add(tracing.Span("wait", self.position, start_s, end_s, self.name, self.operation))
+                tracing.stamp("wait", self.position, start, end, self.name, self.operation)
         self.leave([transfer])
 
     @property
@@ -194,15 +212,17 @@ class Call:
 
     def begin_product(self) -> None:
         """The caller starts to compute."""
-        self._product_s = time.perf_counter()
+        self._product = self.now()
+
+    def now(self) -> Moment:
+        """The time; of the device's stream where somebody will ask when its work ran, else of the host."""
+        return now(self.device if self.is_trial or tracing.is_tracing() else HOST)
 
     def end_product(self, step: int, subslice: int, owner: int) -> None:
         """The caller has computed one piece."""
-        start_s, end_s = self._product_s, time.perf_counter()
-        self.products_s += end_s - start_s
         if tracing.is_tracing():
             name = f"slice {owner}, sub-slice {subslice}, step {step}"
-            tracing.add(tracing.Span("product", name, start_s, end_s, self.name, self.operation))
+            tracing.stamp("product", name, self._product, self.now(), self.name, self.operation)
 
     def release(self, buffer: Tensor) -> None:
         """The end of a buffer that this call allocated: nobody reads it after this. (The tests poison it.)"""
@@ -219,10 +239,7 @@ class Call:
             self._record.exposed_s += self.exposed_s - self._recorded_s
             self._recorded_s = self.exposed_s
             if tracing.is_tracing():
-                span = tracing.Span(
-                    "call", self.operation, self._start_s, time.perf_counter(), self.name, self.operation
-                )
-                tracing.add(span)
+                tracing.stamp("call", self.operation, self._start_s, time.perf_counter(), self.name, self.operation)
 
     def describe(self, header: Header) -> None:
         """Enter the call into the group's report; once, when its first loop begins."""
@@ -248,27 +265,16 @@ class Call:
         mine = f"{place}, {self.position}: {cause}"
         peers.fault = enter(peers.store, mine, self.number)
         peers.unfinished += self._in_flight
-        hang_up(peers.group, peers.rank, peers.world_size)
+        peers.hang_up()
         seen = "" if peers.fault == mine else f"; seen here: {mine}"
         return f"{peers.fault}{seen}; this group is dead and must be made anew"
-
-    def greatest(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        """Each number's greatest over the ranks, from one small message to and from every peer."""
-        peers = self.peers
-        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
-        theirs = [torch.empty_like(mine) for _ in range(peers.world_size)]
-        others = [peer for peer in range(peers.world_size) if peer != peers.rank]
-        theirs[peers.rank] = mine
-        self.wait(self.post([(mine, peer) for peer in others], [(theirs[peer], peer) for peer in others]))
-        found: list[float] = torch.stack(theirs).amax(0).tolist()
-        return found
 
     def exchange_sizes(self, header: Header, device: torch.device) -> list[int]:
         """The number of rows of every rank's slice, from one header to and from every peer.
 
         All else in the headers, the shape behind the rows included, must agree.
         """
-        rank, world_size = self.peers.rank, self.peers.world_size
+        rank, world_size, device = self.peers.rank, self.peers.world_size, self.peers.words(device)
         routes = [route("scatter", "direct", rank, world_size, step) for step in range(world_size - 1)]
         received = {r.recv_from: Header.blank(device) for r in routes}
         words = header.pack(device)

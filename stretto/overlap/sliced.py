@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from stretto.overlap.buckets import Bucket, local
 from stretto.overlap.p2p import Peers
 from stretto.overlap.routes import Slices, route, slice_sizes
+from stretto.overlap.streams import Made, made
 
 __all__ = ["SlicedWeight"]
 
@@ -57,18 +58,18 @@ class SlicedWeight:
     def send(self, dy: Tensor, x: Tensor) -> None:
         """Compute others' rows of the gradient of dy (n, F) and x (n, K), in the order of their owners."""
         rank, world_size = self._peers.rank, self._peers.world_size
-        made: list[Future[Tensor]] = [Future() for _ in range(world_size)]
-        made[rank].set_result(dy.new_empty(self.bucket.slices.sizes[rank]))  # `own` comes in its place
+        rows: list[Future[Made]] = [Future() for _ in range(world_size)]
+        rows[rank].set_result(made(dy.new_empty(self.bucket.slices.sizes[rank])))  # `own` comes in its place
         if self.bucket.launched:
             raise RuntimeError("a layer that was given as `last` ran twice in one backward")
         self._kept = (dy, x, self.layer.weight.grad)
-        self._launch(lambda peer: made[peer].result())
+        self._launch(lambda peer: rows[peer].result().take())
         try:
             for step in range(world_size - 1):
                 owner = route("scatter", "direct", rank, world_size, step).compute
-                made[owner].set_result(self._rows_of(owner, *self._kept))
+                rows[owner].set_result(made(self._rows_of(owner, *self._kept)))
         except BaseException as error:
-            for future in made:
+            for future in rows:
                 if not future.done():
                     future.set_exception(error)
             raise

@@ -2,16 +2,17 @@
 
 `trace` records while it is open and writes a file for Perfetto or chrome://tracing. A work of gloo does not say
 when it ended (`is_completed` stays False until somebody waited), so while a trace is open a thread waits for each
-transfer and stamps its end. The hazard: that thread is a cost of tracing, so times are read from an untraced run and
-order from a traced one. The clock is the machine's monotonic one: traces of ranks on one machine can be laid side by
-side.
+transfer and stamps its end. On CUDA products, waits and NCCL's transfers are stamped by events in their streams,
+which become seconds when the trace closes; a wait is then the time that the stream stood still. The hazard: that
+thread is a cost of tracing, so times are read from an untraced run and order from a traced one. The clock is the
+machine's monotonic one: traces of ranks on one machine can be laid side by side.
 """
 
 import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from stretto.overlap.law import overlapped_s
+from stretto.overlap.moments import Moment, seconds
 
 __all__ = ["Span", "Trace", "TracedCall", "trace"]
 
@@ -68,10 +70,19 @@ class Trace:
     spans: list[Span] = field(default_factory=list)
     cuts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of each call: ranks, sub-slices."""
+    stamped: list[tuple[Span, Moment, Moment]] = field(default_factory=list)
+    """Spans whose times are still on a device."""
 
     def exposed_s(self) -> float:
         """Seconds that this process spent in waits."""
         return sum(span.seconds for span in self.spans if span.what == "wait")
+
+    def resolve(self) -> None:
+        """Turn what was stamped on a device into seconds; waits for the device."""
+        found = iter(seconds([moment for _, start, end in self.stamped for moment in (start, end)]))
+        for (span, _, _), start_s, end_s in zip(self.stamped, found, found):
+            span.start_s, span.end_s = start_s, end_s
+        self.stamped.clear()
 
     def calls(self) -> list[TracedCall]:
         """Every call with its sums, in order."""
@@ -138,6 +149,7 @@ def trace(path: str | Path | None = None) -> Iterator[Trace]:
         yield recorded
     finally:
         _open.remove(recorded)
+        recorded.resolve()
         if path is not None:
             recorded.save(_of_rank(Path(path)))
 
@@ -151,6 +163,17 @@ def add(span: Span) -> None:
     """Put a span into every open trace."""
     for recorded in _open:
         recorded.spans.append(span)
+
+
+def stamp(what: str, name: str, start: Moment, end: Moment, call: str, operation: str) -> None:
+    """Put a span into every open trace, of moments that a device may not have reached yet."""
+    if isinstance(start, float) and isinstance(end, float):
+        add(Span(what, name, start, end, call, operation))
+        return
+    span = Span(what, name, float("nan"), float("nan"), call, operation)
+    add(span)
+    for recorded in _open:
+        recorded.stamped.append((span, start, end))
 
 
 def describe(call: str, ranks: int, num_subslices: int) -> None:
@@ -170,14 +193,14 @@ def blocked(operation: str) -> "Iterator[Span]":
         add(span)
 
 
-def watch(work: dist.Work, name: str, call: str, operation: str) -> "Future[None]":
-    """Wait for a work in a thread of its own and stamp its end; the future ends, or fails, with it."""
+def watch(end: Callable[[], None], name: str, call: str, operation: str) -> "Future[None]":
+    """Wait for a message's `end` in a thread of its own and stamp it; the future ends, or fails, with it."""
     ended: Future[None] = Future()
     start_s = time.perf_counter()
 
     def until_it_ends() -> None:
         try:
-            work.wait()
+            end()
         except BaseException as error:
             ended.set_exception(error)
             return

@@ -3,12 +3,12 @@
 The first call of a shape runs its loop a few times in every way that may be chosen; the product's seconds and the
 messages' seconds, the greatest over ranks, go into the law, and its choice is kept with the group. The hazard: every
 rank must come to the same choice at the same call. So a choice is kept by facts that are equal on all ranks (never by
-a rank's own number of features), and what was measured is exchanged before it is used. Source: the law of this
+a rank's own number of features), and what was measured is exchanged before it is used. On CUDA seconds are those
+of the device's stream, which waits while the host does not. Source: the law of this
 library.
 """
 
-import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -17,9 +17,10 @@ import torch
 
 from stretto.overlap.inputs import How
 from stretto.overlap.law import Choice, choose
+from stretto.overlap.moments import seconds
 from stretto.overlap.p2p import Call
 
-__all__ = ["tuned"]
+__all__ = ["greatest", "tuned"]
 
 Result = TypeVar("Result")
 _WAYS = (("plain", 1), ("direct", 1), ("direct", 2), ("direct", 4))
@@ -65,7 +66,7 @@ def _measured(call: Call, how: How, run: Callable[[How], object]) -> Choice:
         return choose(0.0, 0.0, 1)
     if torch.are_deterministic_algorithms_enabled():
         return Choice("direct", 1, 0.0, 0.0)
-    call.is_trial, before = True, (call.exposed_s, call.products_s)
+    call.is_trial, call.device, before = True, how.device, call.exposed_s
     products = {}
     messages_s = float("inf")
     for schedule, m in _WAYS:
@@ -74,15 +75,31 @@ def _measured(call: Call, how: How, run: Callable[[How], object]) -> Choice:
         products[schedule, m] = min(total - waits for total, waits in times)
         if schedule == "plain":
             messages_s = min(waits for _, waits in times)
-    call.is_trial, (call.exposed_s, call.products_s) = False, before
-    messages_s, *seconds = call.greatest([messages_s, *products.values()], how.device)
-    cut = {m: s for (schedule, m), s in zip(_WAYS, seconds) if schedule == "direct"}
-    return choose(seconds[0], messages_s, call.peers.world_size, cut_compute_s=cut)
+    call.is_trial, call.exposed_s = False, before
+    messages_s, *products_s = greatest(call, [messages_s, *products.values()], how.device)
+    cut = {m: s for (schedule, m), s in zip(_WAYS, products_s) if schedule == "direct"}
+    return choose(products_s[0], messages_s, call.peers.world_size, cut_compute_s=cut)
 
 
 def _timed(call: Call, run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of a run, and those of them spent waiting."""
-    before, start = call.exposed_s, time.perf_counter()
+    """Seconds of a run, and those of them spent waiting: of the device's stream, where there is one.
+
+    The host waits for a run's end before the next begins, so that none queues behind another.
+    """
+    call.waits, start = [], call.now()
     run()
     call.finish()
-    return time.perf_counter() - start, call.exposed_s - before
+    start_s, end_s, *waits_s = seconds([start, call.now(), *(moment for wait in call.waits for moment in wait)])
+    return end_s - start_s, sum(waits_s[1::2]) - sum(waits_s[0::2])
+
+
+def greatest(call: Call, numbers: Sequence[float], device: torch.device) -> list[float]:
+    """Each number's greatest over the ranks, from one small message to and from every peer."""
+    peers = call.peers
+    mine = torch.tensor(numbers, dtype=torch.float64, device=peers.words(device))
+    theirs = [torch.empty_like(mine) for _ in range(peers.world_size)]
+    others = [peer for peer in range(peers.world_size) if peer != peers.rank]
+    theirs[peers.rank] = mine
+    call.wait(call.post([(mine, peer) for peer in others], [(theirs[peer], peer) for peer in others]))
+    found: list[float] = torch.stack(theirs).amax(0).tolist()
+    return found

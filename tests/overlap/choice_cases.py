@@ -83,12 +83,12 @@ def said_once() -> list[str]:
 def disagreeing_times() -> tuple[str, int]:
     """Ranks that measure different times come to the same choice."""
     group = dist.new_group()
-    greatest = Call.greatest
+    greatest = tuning.greatest
 
     def own_view(call: Call, numbers: Any, device: Any) -> Any:
         return greatest(call, [value * (1 + 50 * dist.get_rank()) for value in numbers], device)
 
-    with mock.patch.object(Call, "greatest", own_view), warnings.catch_warnings():
+    with mock.patch.object(tuning, "greatest", own_view), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         one_step(group)
         one_step(group)
