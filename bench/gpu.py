@@ -3,11 +3,11 @@
     python -m bench.gpu [--json FILE] [--dry-run]
 
 Two and four ranks share one device through a gloo group, their messages staged on the host; where there are several
-devices, a rank each over NCCL too. Beside compute only, messages only and the ideal (compute while the same bytes move
-and nobody needs them) stand plain, direct with m = 1, 2, 4, ring and auto, all once in every repeat, for both
+devices, a rank each over NCCL too. Beside compute only, messages only and the ideal (compute while the same bytes
+move and nobody needs them) stand plain, direct with m = 1, 2, 4, ring and auto, all once in every repeat, for both
 operations and their backwards, at widths where the messages take about rho times the product. The hazard: ranks that
-share a device share its multiprocessors and its link, and no figure of theirs is one of NCCL. `--dry-run` does all of it
-on the host in a few seconds, on tiny shapes: its figures mean nothing.
+share a device share its multiprocessors and its link, and no figure of theirs is one of NCCL. `--dry-run` does all
+of it on the host in a few seconds, on tiny shapes: its figures mean nothing.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def worlds(dry_run: bool) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 
 def run(backend: str, num_ranks: int, setting: dict[str, Any]) -> dict[str, Any]:
-    """The figures of the first rank; seconds are the slowest rank's. `RuntimeError` names the first rank that failed."""
+    """The figures of the first rank, seconds the slowest rank's; `RuntimeError` names the first that failed."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     ranks = []

@@ -119,7 +119,7 @@ class Staged:
         """As `Wire`, one work a message."""
         mark, works = self._copies.mark(), []
         for verb, tensor, peer in messages:
-            tensor = tensor.detach()  # no graph may hold the buffer
+            tensor = tensor.data  # no graph may hold the buffer, or see an arrival as a change
             staging = _Staging(tensor, self._copies.buffer(tensor), mark)
             if verb == "sending to":
                 copied = self._copies.leave(tensor, staging.buffer)
