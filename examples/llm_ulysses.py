@@ -6,6 +6,8 @@ Outside of attention a rank has its own rows of every sequence and all features;
 weights stay whole on every rank, so their gradients are to be summed over the group.
 """
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, apply_rotary_pos_emb
@@ -20,7 +22,7 @@ class UlyssesAttention(LlamaAttention):
     """
 
     group: dist.ProcessGroup
-    schedule: str
+    how: dict[str, Any]
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **ignored
@@ -30,19 +32,22 @@ class UlyssesAttention(LlamaAttention):
         )
         features = [[self.head_dim * num for num in cut] for cut in (heads, kv_heads, kv_heads)]
         weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
-        projected = matmul_all_to_all(hidden_states, weights, self.group, features=features, schedule=self.schedule)
+        projected = matmul_all_to_all(hidden_states, weights, self.group, features=features, **self.how)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)  # (batch, all rows, own heads, d)
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
         out = attention_all_to_all(
-            q, k, v, self.group, heads=heads, weight=self.o_proj.weight, is_causal=True, schedule=self.schedule
+            q, k, v, self.group, heads=heads, weight=self.o_proj.weight, is_causal=True, **self.how
         )
         return out, None
 
 
-def use_ulysses(model: LlamaForCausalLM, group: dist.ProcessGroup, schedule: str = "direct") -> None:
-    """Make every attention of the model a `UlyssesAttention`, in place; parameters stay as they are."""
+def use_ulysses(model: LlamaForCausalLM, group: dist.ProcessGroup, **how: Any) -> None:
+    """Make every attention of the model a `UlyssesAttention`, in place; parameters stay as they are.
+
+    `how` goes to both operations: schedule, num_subslices, check.
+    """
     split_heads(model.config.num_attention_heads, dist.get_world_size(group), model.config.num_key_value_heads)
     for layer in model.model.layers:
         attention = layer.self_attn
         attention.__class__ = UlyssesAttention
-        attention.group, attention.schedule = group, schedule
+        attention.group, attention.how = group, how
