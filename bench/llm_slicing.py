@@ -13,17 +13,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from stretto.overlap.lane import Lane
-from stretto.overlap.transfers import Shape, Transfer
 from torch import Tensor
 
 from stretto.overlap import column, query_split, row, ulysses, vocab
 from stretto.overlap.exchange import Trade
 from stretto.overlap.faults import Header
+from stretto.overlap.lane import Lane
 from stretto.overlap.loops import Piece, sum_dtype
 from stretto.overlap.p2p import Call
 from stretto.overlap.products import input_partial
 from stretto.overlap.routes import Route, Slices, slice_sizes
+from stretto.overlap.transfers import Shape, Transfer
 
 __all__ = ["sliced"]
 
