@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.intervals import bootstrap
-from bench.link import Link, LinkError, unavailable
+from bench.link import BURST_SHARE, Link, LinkError, unavailable
 from bench.llm_ranks import Shape
 from bench.record import write_result
 
@@ -29,11 +29,12 @@ PAPER = "35.0 to 40.2 %"
 NUM_RANKS = 2
 WAYS = ("compute", "ideal", "plain", "slicing 2", "slicing 4", "slicing 8", "ours")
 SHAPES = {
-    "tpsp": Shape(2, 512, 512, 1408, 4, 8, 8, 4096),
-    "tp": Shape(2, 512, 512, 1408, 4, 8, 8, 4096),
-    "up": Shape(2, 512, 512, 1408, 4, 8, 8, 4096),
-    "dp": Shape(4, 256, 512, 1408, 4, 8, 8, 1024),
+    "tpsp": Shape(2, 512, 768, 2048, 4, 12, 12, 2048),
+    "tp": Shape(2, 512, 768, 2048, 4, 12, 12, 2048),
+    "up": Shape(2, 2048, 384, 1024, 2, 8, 8, 2048),
+    "dp": Shape(8, 512, 384, 1024, 3, 6, 6, 2048),
 }
+BURST_BYTES = 66_000  # one packet of 64 kB: bytes cost least in processor time when packets need not be cut
 MODES = ("training", "forward")
 
 
@@ -76,8 +77,8 @@ def run_case(link: Link, case: str, repeats: int, ways: Sequence[str], *, quick:
     shape, training = SHAPES[parallel], mode == "training"
     if quick:
         shape = replace(shape, hidden=256, intermediate=704, layers=2, vocabulary=1024)
-    num_steps = 1 if quick else 2 if training else 4
-    link.set_rate(2e10, 1 << 20)
+    num_steps = 1 if training or quick else 3
+    set_rate(link, 2e10)
     (num_parameters, *_) = link.run("bench.llm_ranks:make", parallel, asdict(shape))
     num_bytes = max(link.run("bench.llm_ranks:bytes_of_a_step", training))
     rate = min(link.run("bench.llm_ranks:matrix_rate", asdict(shape)))
@@ -88,7 +89,7 @@ def run_case(link: Link, case: str, repeats: int, ways: Sequence[str], *, quick:
     compute = statistics.median(seconds("compute") for _ in range(3))
     bits_per_s = 8 * num_bytes / (RHO * compute)
     for _ in range(1 if quick else 3):
-        link.set_rate(bits_per_s, min(1 << 18, num_bytes))
+        set_rate(link, bits_per_s)
         rho = seconds("plain") / compute - 1
         print(f"{case}: {num_bytes / 1e6:.1f} MB a step at {bits_per_s / 1e6:.0f} Mbit/s, rho {rho:.3f}", flush=True)
         if abs(rho / RHO - 1) < 0.03:
@@ -116,6 +117,10 @@ def run_case(link: Link, case: str, repeats: int, ways: Sequence[str], *, quick:
     result |= removed(times)
     print_table(case, result)
     return result
+
+
+def set_rate(link: Link, bits_per_s: float) -> None:
+    link.set_rate(bits_per_s, int(BURST_BYTES / BURST_SHARE))
 
 
 def summary(shape: Shape, training: bool, times: dict[str, list[float]], rate: float) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from stretto.overlap.transfers import Transfer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-SMALLEST_BUCKET = 1 << 20
+SMALLEST_BUCKET = 2 << 20
 MESSAGE = 1 << 20
 
 

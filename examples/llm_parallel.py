@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from llm_halves import use_halves
 from llm_ulysses import use_ulysses
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,13 +67,16 @@ def cut(tokens: Tensor, dim: int, part: int, num_parts: int) -> Tensor:
 
 
 class TensorParallel(Alone):
-    """All tokens on every rank, part of the features: the plan says how."""
+    """All tokens on every rank, part of the features: the plan says how. Sums hide behind the batch's other half."""
 
     plan, options = LLAMA_TP, LinearOptions(sequence_parallel=False)
 
     def prepare(self) -> list[Tensor]:
+        if self.settings.batch % 2:
+            raise ValueError(f"--batch {self.settings.batch} must be even: a half hides the other's communication")
         self.group = dist.group.WORLD
         parallelize(self.model, self.plan, self.group, self.options)
+        use_halves(self.model, dist.new_group())
         return list(self.model.parameters())
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -87,6 +91,11 @@ class SequenceTensorParallel(TensorParallel):
     """The same with own rows between layers."""
 
     plan, options = LLAMA, LinearOptions(sequence_parallel=True)
+
+    def prepare(self) -> list[Tensor]:
+        self.group = dist.group.WORLD
+        parallelize(self.model, self.plan, self.group, self.options)
+        return list(self.model.parameters())
 
     def own(self, tokens: Tensor) -> Tensor:
         cut(tokens, 1, 0, dist.get_world_size(self.group))  # the model cuts the rows itself

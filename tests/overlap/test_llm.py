@@ -64,6 +64,7 @@ def test_fifty_steps_stay_those_of_one_process_and_learn(ranks, parallel):
         ({"parallel": "up", "length": 127}, "--length 127 cannot be split over 2 ranks"),
         ({"parallel": "tpsp", "length": 127}, "--length 127 cannot be split over 2 ranks"),
         ({"parallel": "tp", "heads": 3, "kv_heads": 3, "hidden": 24}, "num_heads=3 cannot be split over 2 ranks"),
+        ({"parallel": "tp", "batch": 3}, "--batch 3 must be even"),
         ({"parallel": "none"}, "--parallel none does not go with 2 ranks"),
     ],
 )
