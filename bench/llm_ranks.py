@@ -209,8 +209,10 @@ class TensorParallel(Model):
 
     def __init__(self, shape: Shape, *, rows: bool) -> None:
         super().__init__(shape)
+        self.rows = rows
         self.options = LinearOptions(sequence_parallel=rows, schedule="plain")
         parallelize(self.llama, LLAMA if rows else LLAMA_TP, dist.group.WORLD, self.options)
+        self.swaps = self.swapped_classes()
         self.pairs = [(p, nn.Parameter(part(p).detach())) for p in self.llama.parameters()]
         self.optimizer = torch.optim.AdamW([mine for _, mine in self.pairs], 1e-5, fused=True)
 
@@ -222,9 +224,25 @@ class TensorParallel(Model):
             check=not way.is_silent,
             keep_gathered=False,
         )
+        for module, before, after in self.swaps:
+            module.__class__ = after if way.name.startswith("ours") else before
         for module in self.llama.modules():
             if isinstance(getattr(module, "options", None), LinearOptions):
                 module.options = options
+
+    def swapped_classes(self) -> list[tuple[nn.Module, type, type]]:
+        """What ours has that the others have not: query-split attention, or the batch in halves."""
+        modules = list(self.llama.modules())
+        before = [type(module) for module in modules]
+        if self.rows:
+            from llm_query_split import use_query_split
+
+            use_query_split(self.llama)
+        else:
+            from llm_halves import use_halves
+
+            use_halves(self.llama, dist.new_group())
+        return [(m, old, type(m)) for m, old in zip(modules, before) if type(m) is not old]
 
     def loss(self, logits: Tensor) -> Tensor:
         return vocab_cross_entropy(logits, self.targets, dist.group.WORLD, check=False)

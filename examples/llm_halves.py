@@ -90,4 +90,5 @@ def use_halves(model: LlamaForCausalLM, group: dist.ProcessGroup) -> None:
 
 
 def _joined(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (torch.cat([half.value() for half in inputs[0]]),)
+    halves = inputs[0]
+    return (halves if isinstance(halves, Tensor) else torch.cat([half.value() for half in halves]),)

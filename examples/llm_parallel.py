@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from llm_halves import use_halves
+from llm_query_split import use_query_split
 from llm_ulysses import use_ulysses
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -95,6 +96,7 @@ class SequenceTensorParallel(TensorParallel):
     def prepare(self) -> list[Tensor]:
         self.group = dist.group.WORLD
         parallelize(self.model, self.plan, self.group, self.options)
+        use_query_split(self.model)
         return list(self.model.parameters())
 
     def own(self, tokens: Tensor) -> Tensor:
@@ -111,6 +113,7 @@ class SequenceTensorAndDataParallel(SequenceTensorParallel):
         self.mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
         self.group = self.mesh.get_group("tensor")
         parallelize(self.model, self.plan, self.mesh["tensor"], self.options)
+        use_query_split(self.model)
         self.reducer = GradientReducer(self.model, self.mesh.get_group("data"), bucket_bytes=1 << 18)
         return list(self.model.parameters())
 
