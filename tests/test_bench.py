@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 
-from bench import field, memory, schedules
+from bench import field, memory, overlap_page, schedules
 from bench.intervals import Interval, bootstrap, median_ratio
 from bench.page import PAGE, RESULTS, page
 from bench.setting import TINY, Contender, Turn, make_policy
@@ -136,6 +136,10 @@ def test_a_turn_leaves_the_same_gradient_each_time():
     first = turn.gradient()
     turn.run()
     assert torch.equal(first, turn.gradient())
+
+
+def test_the_page_of_overlap_is_what_the_results_say():
+    assert overlap_page.PAGE.read_text() == overlap_page.page()
 
 
 def test_the_page_is_what_the_results_say():
