@@ -43,13 +43,14 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a small model, few repeats: do the ways run, not how fast"
     )
-    parser.add_argument("--only", nargs="+", default=[f"{p}/{m}" for p in SHAPES for m in MODES], metavar="CASE")
+    parser.add_argument("--only", nargs="+", default=None, metavar="CASE")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    known = [f"{p}/{m}" for p in SHAPES for m in MODES]
-    wrong = [case for case in options.only if case not in known]
+    known = [*(f"{p}/{m}" for p in SHAPES for m in MODES), "decode"]
+    only = options.only or known
+    wrong = [case for case in only if case not in known]
     if wrong or unavailable():
         print(f"bench.llm: {f'{wrong[0]!r} is not one of {known}' if wrong else unavailable()}", file=sys.stderr)
         return 2
@@ -57,9 +58,12 @@ def main() -> int:
     figures: dict[str, Any] = {"rho": RHO, "num_ranks": NUM_RANKS, "repeats": repeats, "cases": {}}
     try:
         with Link(NUM_RANKS, tolerance=1.0 if options.quick else 0.05) as link:
-            for case in options.only:
-                figures["cases"][case] = run_case(link, case, repeats, options.ways, quick=options.quick)
-                figures["claims"] = claims(figures["cases"])
+            for case in only:
+                if case == "decode":
+                    figures["decode"] = run_decode(link)
+                else:
+                    figures["cases"][case] = run_case(link, case, repeats, options.ways, quick=options.quick)
+                figures["claims"] = claims(figures["cases"], figures.get("decode"))
                 write_result(options.json, figures)
     except LinkError as error:
         print(f"bench.llm: {error}", file=sys.stderr)
@@ -156,8 +160,27 @@ def removed(times: dict[str, list[float]]) -> dict[str, Any]:
     return found
 
 
-def claims(cases: dict[str, Any]) -> dict[str, Any]:
+def run_decode(link: Link) -> dict[str, Any]:
+    """One row a step under "plain" and "auto": what the law takes, and seconds a token."""
+    set_rate(link, 4e8)
     found = {}
+    for schedule in ("plain", "auto"):
+        link.run("bench.llm_ranks:forget")
+        results = link.run("bench.llm_ranks:decode", asdict(SHAPES["tpsp"]), schedule)
+        found[schedule] = {
+            "s_per_token": max(result["s_per_token"] for result in results),
+            "calls": results[0]["calls"],
+        }
+        print(f"decode, {schedule}: {found[schedule]}", flush=True)
+    return found
+
+
+def claims(cases: dict[str, Any], decode: dict[str, Any] | None = None) -> dict[str, Any]:
+    found = {}
+    if decode is not None:
+        calls = decode["auto"]["calls"]
+        share = calls.get("plain", 0) / max(1, sum(calls.values()))
+        found["decode: the law leaves a row a step plain"] = {"figure": share, "target": 0.9, "holds": share >= 0.9}
     for case, result in cases.items():
         value = result["removed_of_plain_minus_ideal"]
         found[f"{case}: at least {TARGET:.0%} of (plain - ideal) is removed"] = {

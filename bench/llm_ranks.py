@@ -16,6 +16,7 @@ much on its way at its end as there was at its beginning.
 import gc
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ from stretto.overlap import (
     LinearOptions,
     p2p,
     parallelize,
+    report,
     vocab_cross_entropy,
 )
 from stretto.overlap.p2p import Call
@@ -390,6 +392,35 @@ def measure(name: str, training: bool, num_steps: int, num_bytes: int) -> float:
         gc.enable()
         model.rest()
     return (end - start) / num_steps
+
+
+@torch.no_grad()
+def decode(shape: dict[str, int], schedule: str, prompt: int = 32, num_tokens: int = 24) -> dict[str, Any]:
+    """One sequence, a row a step, with a cache: fewer rows than ranks. Seconds a token, and calls by schedule."""
+    shape = shape | {"batch": 1, "length": prompt + 2 * num_tokens}
+    llama = Model(Shape(**shape)).llama.eval()
+    options = LinearOptions(sequence_parallel=True, uneven=True, schedule=schedule)  # type: ignore[arg-type]
+    parallelize(llama, {**LLAMA, "lm_head": "vocab whole"}, dist.group.WORLD, options)
+    token, cache = torch.zeros(1, prompt, dtype=torch.int64), None
+
+    def step() -> None:
+        nonlocal token, cache
+        out = llama(token, past_key_values=cache, use_cache=True)
+        token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+
+    def calls() -> Counter[str]:
+        found: Counter[str] = Counter()
+        for record in report(dist.group.WORLD).records:
+            found[record.schedule] += record.num_calls
+        return found
+
+    for _ in range(1 + num_tokens):
+        step()
+    before, start = calls(), start_together()
+    for _ in range(num_tokens):
+        step()
+    seconds = (time.monotonic() - start) / num_tokens
+    return {"s_per_token": seconds, "calls": dict(calls() - before)}
 
 
 def forget() -> None:

@@ -191,7 +191,7 @@ def summed_input_gradient(
     slices = Slices(tuple(slice_sizes(x.shape[0], call.peers.world_size)), how.num_subslices)
     scatter = Scatter(call, how.header(call, x.dtype), tuple(x.shape), slices, x.device, check=how.check)
     for piece in scatter.pieces():
-        scatter.put(piece, input_partial(grads, weights, piece.rows))
+        scatter.put(piece, input_partial(grads, weights, piece.rows, x.dtype))
     for chunk in range(how.num_subslices):
         rows = chunk_of(slices, chunk)
         column._add(sums, grads, x[rows], rows)
