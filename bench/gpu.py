@@ -26,8 +26,8 @@ import torch.distributed as dist
 from bench.gpu_ranks import serve
 from bench.record import write_result
 
-PATIENCE_S = 200.0
-DEVICE = {
+PATIENCE_S = 150.0
+DEVICE: dict[str, Any] = {
     "cuda": True,
     "scaled": True,
     "rows": 4096,
@@ -47,10 +47,17 @@ def worlds(dry_run: bool) -> Iterator[tuple[str, int, dict[str, Any]]]:
     if dry_run:
         yield "gloo", 2, {**DRY, "dtype": "float32"}
         return
-    yield "gloo", 2, {**DEVICE, "dtype": "float32"}
-    yield "gloo", 4, {**DEVICE, "dtype": "float32", "rhos": (0.56,)}
+    yield "gloo", 2, {**DEVICE, "dtype": "float32", "widest": widest(4096 * 4, 2)}
+    yield "gloo", 4, {**DEVICE, "dtype": "float32", "widest": widest(4096 * 4, 4), "rhos": (0.56,)}
     if torch.cuda.device_count() > 1:
-        yield "nccl", min(8, torch.cuda.device_count()), {**DEVICE, "dtype": "bfloat16", "rows": 8192}
+        num_ranks = min(8, torch.cuda.device_count())
+        yield "nccl", num_ranks, {**DEVICE, "dtype": "bfloat16", "rows": 8192, "widest": widest(8192 * 2, 1)}
+
+
+def widest(column_bytes: int, num_sharing: int) -> int:
+    """The most columns of which a device holds 24 times every sharing rank's: outputs, their gradients, copies."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    return min(DEVICE["widest"], max(DEVICE["wide"], int(total / (24 * column_bytes * num_sharing)) // 256 * 256))
 
 
 def run(backend: str, num_ranks: int, setting: dict[str, Any]) -> dict[str, Any]:

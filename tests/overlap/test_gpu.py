@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.overlap import gpu_cases, test_attention, test_gradients, test_matmul
+from tests.overlap import gpu_cases, test_attention, test_gradients, test_matmul, test_modules
 from tests.overlap.examples import few
 from tests.ranks import Ranks
 
@@ -72,6 +72,16 @@ def test_the_hook_of_ddp_averages(ranks: Ranks) -> None:
 
 def test_a_backward_on_a_side_stream_is_reduced(ranks: Ranks) -> None:
     ranks.run(2, gpu_cases.reducer_on_a_side_stream)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_parallel_model_equals_the_plain_one(ranks: Ranks, num_ranks: int) -> None:
+    @few(num_ranks, 5)
+    @given(test_modules.cases)
+    def check(case: dict[str, Any]) -> None:
+        ranks.run(num_ranks, gpu_cases.shared, "module", "trained", torch.float64, case)
+
+    check()
 
 
 @pytest.mark.parametrize("case", ["one_gather_for_siblings", "with_data_parallel"])
