@@ -84,8 +84,9 @@ def test_a_worker_goes_on_from_its_starters_stream_and_hands_back_what_it_made()
             seen["stream"], seen["after"] = stream, stream.do("sum")
             return result
 
+        given = made(gradient)  # type: ignore[arg-type]
         cuda.default.do("backward 0")
-        future: Future[Made] = worker.submit(DEVICE, reduce, made(gradient))  # type: ignore[arg-type]
+        future: Future[Made] = worker.submit(DEVICE, reduce, given)
         cuda.default.do("rows of a late piece")
         late.set_result(made(piece))  # type: ignore[arg-type]
         cuda.default.do("backward 1")
