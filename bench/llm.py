@@ -80,7 +80,7 @@ def run_case(link: Link, case: str, repeats: int, ways: Sequence[str], *, quick:
     parallel, mode = case.split("/")
     shape, training = SHAPES[parallel], mode == "training"
     if quick:
-        shape = replace(shape, hidden=256, intermediate=704, layers=2, vocabulary=1024)
+        shape = replace(shape, hidden=256, intermediate=704, layers=2, heads=4, kv_heads=4, vocabulary=1024)
     num_steps = 1 if training or quick else 3
     set_rate(link, 2e10)
     (num_parameters, *_) = link.run("bench.llm_ranks:make", parallel, asdict(shape))
