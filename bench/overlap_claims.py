@@ -1,7 +1,7 @@
 """What `bench.overlap` measured against what it should: the law for every contender, and the targets.
 
 A cell holds, for each contender, seconds by repeat (the last rank's). The best number of sub-slices, or of
-chunks, is chosen by the two warm-up runs, which are not judged. The hazard is a law read as exact for loops
+chunks, is the one of the least median, on both sides of a comparison. The hazard is a law read as exact for loops
 with two products a step: it is a bound that their second product can beat.
 """
 
@@ -172,7 +172,8 @@ def _ours(cell: Cell) -> list[str]:
 
 
 def _best(cell: Cell, names: Iterable[str]) -> str:
-    return min((n for n in names if n in cell["warm_s"]), key=lambda n: min(cell["warm_s"][n]))
+    found = (name for name in names if name in cell["seconds"])
+    return min(found, key=lambda name: statistics.median(cell["seconds"][name]))
 
 
 def _at_most(what: str, value: float, target: float) -> dict[str, Any]:

@@ -38,12 +38,13 @@ def alone(problem: dict[str, Any], repeats: int) -> dict[str, Any]:
 def cell(problem: dict[str, Any], repeats: int, key: str) -> dict[str, dict[str, Any]]:
     """For each contender and repeat: when this rank was done after the common start, and waited how long.
 
-    "seconds" and "exposed" by contender; "warm": seconds of the two runs before; "choices": of the automatic
-    one, by operation.
+    "seconds" and "exposed" by contender, after one run that is not counted; "choices": of the automatic one, by
+    operation.
     """
     with _operation(problem) as operation, _waits_counted():
         found = dict(_contenders(operation, problem, key))
-        warm = {name: [_timed(run)["end"] for _ in range(2)] for name, run in found.items()}
+        for run in found.values():
+            run()  # memory, connections, the automatic choice
         times: dict[str, list[dict[str, float]]] = {name: [] for name in found}
         gc.collect()
         gc.disable()
@@ -60,7 +61,7 @@ def cell(problem: dict[str, Any], repeats: int, key: str) -> dict[str, dict[str,
         chosen = peers_of(dist.group.WORLD).choices.items()
         choices = {operation: str(choice) for (operation, named, _), choice in chosen if named == key}
         seconds, exposed = ({n: [t[k] for t in turns] for n, turns in times.items()} for k in ("end", "exposed"))
-        return {"seconds": seconds, "exposed": exposed, "warm": warm, "choices": choices}
+        return {"seconds": seconds, "exposed": exposed, "choices": choices}
 
 
 def _contenders(operation: Operation, problem: dict[str, Any], key: str) -> Iterator[tuple[str, Run]]:

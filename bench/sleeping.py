@@ -31,16 +31,14 @@ class _Pace:
     flops = 0
     late_s = 0.0
 
-    def spend(self, flops: int) -> None:
-        """Sleep for so many floating-point operations."""
+    def spend(self, flops: int, start_s: float) -> None:
+        """Sleep until so many floating-point operations that began at `start_s` are over."""
         self.flops += flops
-        due = flops * self.seconds_per_flop - self.late_s
-        if due <= 0:
-            self.late_s = -due if self.seconds_per_flop else 0.0
+        if not self.seconds_per_flop:
             return
-        start = time.perf_counter()
-        time.sleep(due)
-        self.late_s = min(time.perf_counter() - start - due, _LATEST_S)
+        end_s = start_s + flops * self.seconds_per_flop - self.late_s
+        time.sleep(max(0.0, end_s - time.perf_counter()))
+        self.late_s = min(time.perf_counter() - end_s, _LATEST_S)
 
 
 pace = _Pace()
@@ -65,13 +63,16 @@ def asleep() -> Iterator[None]:
 
 def sleeping_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
     """The two products of an attention of query (batch, heads, n, d) to key (batch, heads, rows, d)."""
-    pace.spend(4 * query.numel() * key.shape[2])
-    return torch.zeros_like(query)
+    start_s, result = time.perf_counter(), torch.zeros_like(query)
+    pace.spend(4 * query.numel() * key.shape[2], start_s)
+    return result
 
 
 def _mm(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
-    pace.spend(2 * left.numel() * right.shape[1])
-    return left.new_zeros(left.shape[0], right.shape[1]) if out is None else out
+    start_s = time.perf_counter()
+    result = left.new_zeros(left.shape[0], right.shape[1]) if out is None else out
+    pace.spend(2 * left.numel() * right.shape[1], start_s)
+    return result
 
 
 def _addmm(into: Tensor, left: Tensor, right: Tensor, **scales: Any) -> Tensor:

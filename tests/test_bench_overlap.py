@@ -101,7 +101,7 @@ def cell(mode, ours, rho=0.56):
     kept = {name: [value] * 9 for name, value in seconds.items()}
     return {
         **{"name": mode, "mode": mode, "num_ranks": 2, "operation": "gather forward", "rho": rho, "layers": 0},
-        **{"seconds": kept, "warm_s": kept, "compute_s": [1.0], "sent_s": [rho]},
+        **{"seconds": kept, "compute_s": [1.0], "sent_s": [rho]},
     }
 
 
