@@ -3,9 +3,9 @@
 The first call of a shape runs its loop a few times in every way that may be chosen; the product's seconds and the
 messages' seconds, the greatest over ranks, go into the law, and its choice is kept with the group. The hazard: every
 rank must come to the same choice at the same call. So a choice is kept by facts that are equal on all ranks (never by
-a rank's own number of features), and what was measured is exchanged before it is used. On CUDA seconds are those
-of the device's stream, which waits while the host does not. Source: the law of this
-library.
+a rank's own number of features), and what was measured is exchanged before it is used. The law knows no price of a
+message, so its choice must also have been faster than plain when it was tried: so decoding stays plain. On CUDA
+seconds are those of the device's stream, which waits while the host does not. Source: the law of this library.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -67,18 +67,30 @@ def _measured(call: Call, how: How, run: Callable[[How], object]) -> Choice:
     if torch.are_deterministic_algorithms_enabled():
         return Choice("direct", 1, 0.0, 0.0)
     call.is_trial, call.device, before = True, how.device, call.exposed_s
-    products = {}
+    totals, products = [], []
     messages_s = float("inf")
     for schedule, m in _WAYS:
         way = replace(how, schedule=schedule, num_subslices=m)  # type: ignore[arg-type]
         times = [_timed(call, partial(run, way)) for _ in range(_REPEATS)]
-        products[schedule, m] = min(total - waits for total, waits in times)
+        totals.append(min(total for total, _ in times))
+        products.append(min(total - waits for total, waits in times))
         if schedule == "plain":
             messages_s = min(waits for _, waits in times)
     call.is_trial, call.exposed_s = False, before
-    messages_s, *products_s = greatest(call, [messages_s, *products.values()], how.device)
+    messages_s, *numbers = greatest(call, [messages_s, *products, *totals], how.device)
+    products_s, totals_s = numbers[: len(_WAYS)], dict(zip(_WAYS, numbers[len(_WAYS) :]))
     cut = {m: s for (schedule, m), s in zip(_WAYS, products_s) if schedule == "direct"}
-    return choose(products_s[0], messages_s, call.peers.world_size, cut_compute_s=cut)
+    chosen = choose(products_s[0], messages_s, call.peers.world_size, cut_compute_s=cut)
+    return _believed(chosen, totals_s)
+
+
+def _believed(choice: Choice, totals_s: dict[tuple[str, int], float]) -> Choice:
+    """The law's choice, unless in the trial it took longer than plain: the law knows no price of a message."""
+    plain_s = totals_s["plain", 1]
+    if totals_s[choice.schedule, choice.num_subslices] <= plain_s:
+        return choice
+    why = f"it took {totals_s[choice.schedule, choice.num_subslices] / plain_s:.2f} times as long when it was tried"
+    return Choice("plain", 1, choice.plain_s, choice.plain_s, choice.predicted_exposed_s, why)
 
 
 def _timed(call: Call, run: Callable[[], object]) -> tuple[float, float]:

@@ -43,6 +43,15 @@ def test_the_choice_is_the_number_of_subslices_that_the_law_predicts_to_be_faste
         assert "5.000" in table.splitlines()[1], "0.08 + 0.1 / (2 * 2) - 0.1 s are exposed by the law"
 
 
+def test_a_choice_that_was_slower_than_plain_when_it_was_tried_is_not_believed(ranks: Ranks) -> None:
+    seconds = {("plain", 1): (0.002, 0.001), ("direct", 1): (0.004, 0.003), ("direct", 2): (0.006, 0.004)}
+    seconds["direct", 4] = (0.01, 0.006)
+    for schedule, _, said, _ in ranks.run(2, choice_cases.measured_as, seconds):
+        assert schedule == "plain"
+        assert len(said) == 1
+        assert "it took 2.00 times as long when it was tried" in said[0]
+
+
 def test_one_rank_is_told_once_that_there_is_nothing_to_overlap(ranks: Ranks) -> None:
     (said,) = ranks.run(1, choice_cases.said_once)
     assert len(said) == 1
