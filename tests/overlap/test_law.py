@@ -61,6 +61,11 @@ def test_the_choice_takes_the_fewest_pieces_that_hide_all():
     assert "num_subslices=4" in str(choice)
 
 
+def test_more_pieces_must_be_worth_it():
+    assert choose(1.0, 0.7, 4, cut_compute_s={1: 1.0, 2: 0.99, 4: 0.985}).num_subslices == 1
+    assert choose(1.0, 0.7, 4, cut_compute_s={1: 1.0, 2: 0.97, 4: 0.965}).num_subslices == 2
+
+
 def test_the_choice_is_plain_where_cutting_costs_more_than_it_hides():
     assert choose(1.0, 0.1, 4, cut_compute_s={1: 1.2, 2: 1.4}).schedule == "plain"
     assert choose(1.0, 0.3, 4, cut_compute_s={1: 1.2, 2: 1.4}).num_subslices == 1
