@@ -115,7 +115,7 @@ def traced(folder: str, schedule: str) -> dict[str, Any]:
     """A traced step: what the trace holds, and whether the products lie beside the transfers."""
     group = dist.new_group()
     n = dist.get_world_size()
-    x = torch.randn(256, 256, requires_grad=True)
+    x = torch.randn(4096, 256, requires_grad=True)
     weight = torch.randn(256, 256, requires_grad=True)
     path = Path(folder) / f"{schedule}.json"
     with trace(path) as recorded:
@@ -125,7 +125,7 @@ def traced(folder: str, schedule: str) -> dict[str, Any]:
     events = [event for event in written["traceEvents"] if event["ph"] == "X"]
     forward = [s for s in recorded.spans if s.operation == "all_gather_matmul"]
     products = [s for s in forward if s.what == "product"]
-    payload = re.compile(r"(sending to|receiving from) rank \d \((128|256), 1, 256\)")
+    payload = re.compile(r"(sending to|receiving from) rank \d \((2048|4096), 1, 256\)")
     payloads = [s for s in forward if s.what == "transfer" and payload.match(s.name)]
     beside = any(p.start_s < t.end_s and t.start_s < p.end_s for p in products for t in payloads)
     calls = recorded.calls()
