@@ -63,9 +63,9 @@ class TracedCall:
     """By the law, for direct or ring with the sub-slices that it had."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Trace:
-    """The spans that were recorded, in the order in which they ended."""
+    """The spans that were recorded, in the order in which they ended; no two traces are one."""
 
     spans: list[Span] = field(default_factory=list)
     cuts: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -69,9 +69,11 @@ def _measured(call: Call, how: How, run: Callable[[How], object]) -> Choice:
     call.is_trial, call.device, before = True, how.device, call.exposed_s
     totals, products = [], []
     messages_s = float("inf")
+    generators = [how.device] if how.device.type == "cuda" else []
     for schedule, m in _WAYS:
         way = replace(how, schedule=schedule, num_subslices=m)  # type: ignore[arg-type]
-        times = [_timed(call, partial(run, way)) for _ in range(_REPEATS)]
+        with torch.random.fork_rng(generators):  # what an attention draws in a trial is thrown away with it
+            times = [_timed(call, partial(run, way)) for _ in range(_REPEATS)]
         totals.append(min(total for total, _ in times))
         products.append(min(total - waits for total, waits in times))
         if schedule == "plain":

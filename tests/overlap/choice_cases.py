@@ -10,18 +10,23 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from stretto.overlap import (
     GradientReducer,
     OverlapWarning,
     all_gather_matmul,
+    attention_all_to_all,
     matmul_reduce_scatter,
     replicate_matmul,
     report,
+    scaled_dot_product_attention,
     trace,
+    tracing,
     tuning,
 )
+from stretto.overlap.law import Choice
 from stretto.overlap.p2p import Call, peers_of
 
 
@@ -97,6 +102,37 @@ def disagreeing_times() -> tuple[str, int]:
     dist.all_gather_object(everyones, found)
     dist.destroy_process_group(group)
     return str(found), len({str(one) for one in everyones})
+
+
+def drawn_in_trials() -> tuple[bool, bool]:
+    """An attention with dropout: whether auto draws what direct draws, and leaves the generator where it does."""
+    drawn, states = [], []
+    for schedule in ("direct", "auto"):
+        group = dist.new_group()
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            return F.dropout(scaled_dot_product_attention(q, k, v, mask), 0.5)
+
+        with mock.patch.object(tuning, "_believed", return_value=Choice("direct", 1, 0.0, 0.0)):
+            torch.manual_seed(3)
+            q = torch.ones(1, 8, 2, 4)
+            drawn.append(attention_all_to_all(q, q, q, group, attention=attention, schedule=schedule))
+        states.append(torch.get_rng_state())
+        dist.destroy_process_group(group)
+    return torch.equal(*drawn), torch.equal(*states)
+
+
+def nested_traces() -> list[bool]:
+    """Two traces that hold the same are two: the inner ends, the outer goes on."""
+    group = dist.new_group()
+    x = torch.randn(4, 4)
+    with trace() as outer:
+        with trace() as inner:
+            all_gather_matmul(x, x, group)
+        ended = len(inner.spans)
+        all_gather_matmul(x, x, group)
+    dist.destroy_process_group(group)
+    return [0 < ended == len(inner.spans) < len(outer.spans), tracing.is_tracing()]
 
 
 def deterministic() -> list[tuple[str, int]]:

@@ -92,6 +92,14 @@ def test_a_trace_of_plain_shows_no_product_beside_a_transfer(ranks: Ranks, tmp_p
         assert not found["beside"]
 
 
+def test_traces_nest(ranks: Ranks) -> None:
+    assert ranks.run(2, choice_cases.nested_traces) == [[True, False]] * 2
+
+
+def test_what_is_drawn_while_a_shape_is_measured_is_drawn_again(ranks: Ranks) -> None:
+    assert ranks.run(2, choice_cases.drawn_in_trials) == [(True, True)] * 2
+
+
 def test_the_reducer_tells_how_long_it_was_blocked(ranks: Ranks) -> None:
     (_, _, table), (mine, reported, _) = ranks.run(2, choice_cases.reducer_exposed)
     assert mine == pytest.approx(reported)
