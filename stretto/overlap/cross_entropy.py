@@ -40,7 +40,7 @@ def vocab_cross_entropy(
     Args:
         logits: (..., own vocabulary), of all rows, as a column layer gives them, in the order of ranks; the
             parts may be uneven. Or a DTensor of that, (..., vocabulary).
-        targets: (...), int64, the same on every rank.
+        targets: (...), int64 or int32, the same on every rank.
         group: every rank of it makes this call.
         ignore_index: a target that counts nothing.
         reduction: "mean" over targets that count, "sum", or "none".
@@ -63,8 +63,10 @@ def vocab_cross_entropy(
             raise ValueError(f"reduction={reduction!r} is not one of 'mean', 'sum', 'none'")
         if targets.shape != logits.shape[:-1]:
             raise ValueError(f"targets of shape {tuple(targets.shape)} for logits of shape {tuple(logits.shape)}")
+        if targets.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"targets are {targets.dtype}; they must be int64 or int32")
         local, vocabulary = _vocabulary(call, logits)
-        flat = targets.flatten()
+        flat = targets.flatten().long()
     with peers.call("vocab_cross_entropy") as call:  # a call of its own, which a refusal leaves usable
         if check:
             check_same(call, flat, "targets")
@@ -146,7 +148,7 @@ class _CrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         log_sum = largest + sums[0].log()
         ctx.save_for_backward(logits, log_sum, local, mine, targets != ignore_index)
-        return (log_sum - sums[1]) * (targets != ignore_index)
+        return (log_sum - sums[1]).masked_fill(targets == ignore_index, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -154,4 +156,5 @@ class _CrossEntropy(torch.autograd.Function):
         logits, log_sum, local, mine, counts = ctx.saved_tensors
         softmax = (logits.to(log_sum.dtype) - log_sum[:, None]).exp_()
         softmax[mine, local[mine]] -= 1
-        return (softmax * (grads[0] * counts)[:, None]).to(logits.dtype), None, None, None, None
+        grad = (softmax * grads[0][:, None]).masked_fill(~counts[:, None], 0.0)
+        return grad.to(logits.dtype), None, None, None, None

@@ -300,6 +300,7 @@ def bad_targets() -> None:
         (torch.tensor([0, -1, 1]), "target -1 is outside"),
         (torch.tensor([0, 1]), r"targets of shape \(2,\) for logits of shape \(3, 2\)"),
         (torch.tensor([rank % 2, 1, 1]), "the ranks have different targets"),
+        (torch.tensor([0.0, 1.0, 1.0]), r"targets are torch\.float32; they must be int64 or int32"),
     ]:
         with pytest.raises(ValueError, match=words):
             vocab_cross_entropy(logits, wrong, group)
@@ -311,6 +312,25 @@ def bad_targets() -> None:
     with pytest.raises(ValueError, match="they must be sharded by vocabulary"):
         vocab_cross_entropy(rows, torch.zeros(3 * n, dtype=torch.long), group)
     vocab_cross_entropy(logits, targets, group)
+
+
+def rows_that_count_nothing() -> None:
+    """int32 targets, and a row of no numbers whose target is ignored."""
+    group, rank, n = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    draw = torch.Generator().manual_seed(1)
+    logits = torch.randn(4, 2 * n, dtype=torch.float64, generator=draw)
+    logits[1] = float("nan")
+    targets = torch.tensor([0, -100, 1, 2 * n - 1], dtype=torch.int32)
+    own = leaf(logits[:, 2 * rank : 2 * rank + 2])
+    whole = leaf(logits)
+    loss = vocab_cross_entropy(own, targets, group)
+    expected = F.cross_entropy(whole, targets.long())
+    loss.backward()
+    expected.backward()
+    same("loss", loss, expected)
+    counted = [0, 2, 3]  # torch gives the ignored row no numbers again
+    same("gradient", own.grad[counted], whole.grad[counted, 2 * rank : 2 * rank + 2])
+    assert not own.grad[1].any()
 
 
 def parallelized() -> Any:

@@ -88,6 +88,10 @@ def test_entropies_of_16_bit_logits_are_summed_in_float32(ranks: Ranks, dtype: t
     ranks.run(3, plan_cases.entropies_in, dtype)
 
 
+def test_rows_whose_targets_are_ignored_count_nothing_whatever_is_in_them(ranks: Ranks) -> None:
+    ranks.run(2, plan_cases.rows_that_count_nothing)
+
+
 def test_bad_targets_are_refused_on_every_rank(ranks: Ranks) -> None:
     ranks.run(3, plan_cases.bad_targets)
 
