@@ -19,7 +19,7 @@ from stretto.overlap.loops import gather, sum_dtype
 from stretto.overlap.p2p import Peers
 from stretto.overlap.routes import Slices, slice_sizes
 
-__all__ = ["Bucket", "in_buckets", "local", "spread", "sum_in_order", "trade_pieces"]
+__all__ = ["Bucket", "in_buckets", "in_order_of_use", "local", "spread", "sum_in_order", "trade_pieces"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -47,6 +47,16 @@ class Bucket:
     def device(self) -> torch.device:
         """Of the parameters."""
         return self.parameters[0].device
+
+    def arrived(self, index: int) -> None:
+        """One parameter's gradient is there; `RuntimeError` if the bucket has left without it."""
+        if self.launched:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(self.parameters[index].shape)} came after its bucket had left; call "
+                f"finish() after every backward, also one that failed, use accumulate() to add several up, and no "
+                f"reentrant checkpoint around modules that share a parameter"
+            )
+        self.ready.add(index)
 
     def flat_gradient(self) -> Tensor:
         """All gradients in one new vector, (slices.total,); zeros where a parameter has none."""
@@ -94,6 +104,13 @@ def in_buckets(parameters: Sequence[Tensor], bucket_bytes: int, world_size: int)
             held = num_bytes
     totals = [sum(local(p).numel() for p in bucket) for bucket in buckets]
     return [Bucket(bucket, Slices(tuple(slice_sizes(total, world_size)))) for bucket, total in zip(buckets, totals)]
+
+
+def in_order_of_use(buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> list[int]:
+    """The numbers of the buckets, those first that hold the parameters registered first."""
+    first_of = {id(p): place for place, p in enumerate(parameters)}
+    places = [min(first_of[id(p)] for p in bucket.parameters) for bucket in buckets]
+    return sorted(range(len(places)), key=places.__getitem__)
 
 
 def trade_pieces(

@@ -5,8 +5,8 @@ weight gradients of some layers are computed slice by slice for their owners, an
 message, when backward is over: so something is left to compute while the last messages travel, an embedding's
 among them. Shards of parameters are published behind the next forward. With `late_bound` the pieces
 are kept as they came and weighted when the weights are known. The hazard: the group must be the reducer's
-own, and `finish` must follow every backward. Source: the data-parallel row of this library's schedules;
-"late-bound reduction".
+own, and `finish` must follow every backward, also one that failed. Source: the data-parallel row of this
+library's schedules; "late-bound reduction".
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.overlap import tracing
-from stretto.overlap.buckets import Bucket, in_buckets, local, spread, sum_in_order, trade_pieces
-from stretto.overlap.late_sums import LateSums
+from stretto.overlap.buckets import Bucket, in_buckets, in_order_of_use, local, spread, sum_in_order, trade_pieces
+from stretto.overlap.late_sums import LateSums, as_rows
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import peers_of
-from stretto.overlap.sliced import SlicedWeight
+from stretto.overlap.sliced import SlicedWeight, check_sliced
 from stretto.overlap.streams import Made, Worker, made
 
 __all__ = ["GradientReducer"]
@@ -56,12 +56,12 @@ class GradientReducer:
     Attributes:
         owned: sharded only: one flat parameter a bucket, in float32 (float64 for float64), holding this
             rank's shard and, after `finish` (`deliver` if late-bound), its gradient. An optimizer takes
-            these; `publish` sends the updated shards to everyone.
+            these; `publish` sends them to everyone. Load a checkpoint before the reducer is made.
         exposed_s: seconds in which this rank did nothing but wait for gradients or parameters.
 
     Raises:
         ValueError: for a module without trainable parameters, or a `last` that is not one of its linear
-            layers.
+            layers or shares its weight.
         PeerError: from `finish`, `deliver` and the forward after `publish`, if ranks disagree or one is gone.
     """
 
@@ -85,8 +85,7 @@ class GradientReducer:
         if not parameters:
             raise ValueError("the module has no parameter that needs a gradient")
         layers = [last] if isinstance(last, nn.Module) else list(last)
-        if not all(any(m is layer for m in module.modules()) for layer in layers):
-            raise ValueError("last must be a linear layer of the module, or several of them")
+        check_sliced(module, layers)
         rest = [p for p in reversed(parameters) if not any(p is layer.weight for layer in layers)]
         self._buckets = in_buckets(rest, bucket_bytes, self._peers.world_size)
         self._sliced: dict[int, SlicedWeight] = {}
@@ -95,19 +94,18 @@ class GradientReducer:
             launch = partial(self._launch, number)
             self._sliced[number] = SlicedWeight(layer, self._peers, launch, lambda: self._accumulating)
             self._buckets.append(self._sliced[number].bucket)
-        first_of = {id(p): place for place, p in enumerate(parameters)}
-        places = [min(first_of[id(p)] for p in bucket.parameters) for bucket in self._buckets]
-        self._by_use = sorted(range(len(places)), key=places.__getitem__)
+        self._by_use = in_order_of_use(self._buckets, parameters)
         self.owned = [self._owned_shard(bucket) for bucket in self._buckets] if sharded else []
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
-            for bucket in self._buckets
+            for bucket in self._buckets[: len(self._buckets) - len(layers)]  # a sliced weight leaves by itself
             for index, p in enumerate(bucket.parameters)
         ]
         whole = {id(unit) for unit in units}
         for m in module.modules():
             recurse = id(m) in whole or isinstance(m, nn.MultiheadAttention)
             self._handles.append(m.register_forward_pre_hook(partial(self._await_parameters, recurse)))
+            self._handles.append(m.register_state_dict_pre_hook(partial(self._await_parameters, False)))
         self._thread = Worker("stretto gradients")
         self.exposed_s = 0.0
         self._traded: dict[int, Future[Made]] = {}
@@ -162,7 +160,7 @@ class GradientReducer:
 
         Each own shard is one float32 (float64 for float64) matrix-vector product over pieces.
         """
-        weights = weight.reshape(-1, self._peers.world_size)
+        weights = as_rows(weight, self._peers.world_size)
         self._expect_rounds(len(weights))
         for index, pieces in enumerate(self._pieces):
             for row, future in zip(weights, pieces):
@@ -173,10 +171,12 @@ class GradientReducer:
         """Fold the last backward's pieces into running sums, one for each row of `weights`, and drop them.
 
         Args:
-            weights: (num_sums, world_size). With rows 1 and reward - c the two sums are those from which a
-                normalised advantage is formed at the end.
+            weights: (num_sums, world_size), as many until `combine`. With rows 1 and reward - c the two sums are
+                those from which a normalised advantage is formed at the end.
         """
+        weights = as_rows(weights, self._peers.world_size)
         self._expect_rounds(1)
+        self._late.expect_sums(len(weights))
         self._late.fold(weights, [self._awaited(futures.pop()) for futures in self._pieces])
 
     def combine(self, coefficients: Tensor) -> None:
@@ -197,8 +197,7 @@ class GradientReducer:
             for owned, gradient in zip(self.owned, settled):
                 owned.grad = gradient
             return
-        submit, peers = self._thread.submit, self._peers
-        pairs = zip(self._buckets, settled)
+        submit, peers, pairs = self._thread.submit, self._peers, zip(self._buckets, settled)
         arriving = [submit(b.device, spread, peers, b, made(g), check=self._check) for b, g in pairs]
         for bucket, future in zip(self._buckets, arriving):
             bucket.write_gradients(self._awaited(future))
@@ -206,8 +205,10 @@ class GradientReducer:
     def publish(self, *, wait: bool = False) -> None:
         """Send the own shards' new parameters to everyone, the first layers' first; sharded only.
 
-        The next forward of each layer waits for its parameters; `wait` waits for all of them here.
+        The next forward of each layer, and its state dict, wait for its parameters; `wait` waits for all here.
         """
+        if not self.owned:
+            raise ValueError("this rank owns no parameters to publish; make the reducer with sharded=True")
         for index in self._by_use:
             bucket, owned = self._buckets[index], made(self.owned[index].detach().clone())
             shards = self._thread.submit(bucket.device, spread, self._peers, bucket, owned, check=self._check)
@@ -216,13 +217,16 @@ class GradientReducer:
             self._receive(list(self._published))
 
     def close(self) -> None:
-        """Give the module back as it was."""
-        self._receive(list(self._published))
-        for handle in self._handles:
-            handle.remove()
-        for sliced in self._sliced.values():
-            del sliced.layer.forward
-        self._thread.shutdown()
+        """Give the module back as it was, whatever became of the group; again it does nothing."""
+        try:
+            self._receive(list(self._published))
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            for sliced in self._sliced.values():
+                sliced.layer.__dict__.pop("forward", None)
+            self._published.clear()
+            self._thread.shutdown()
 
     def _awaited(self, future: "Future[Made]") -> Tensor:
         """What the thread has made, once it has; the time until then is exposed."""
@@ -239,7 +243,7 @@ class GradientReducer:
     def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         if self._accumulating:
             return
-        bucket.ready.add(index)
+        bucket.arrived(index)
         for number in range(len(self._buckets)):
             if not self._launch_up_to(number, whole=False):
                 return
@@ -283,7 +287,7 @@ class GradientReducer:
         if waiting != {num_rounds}:
             raise ValueError(f"weights for {num_rounds} backwards, but the pieces of {waiting} are waiting")
 
-    def _await_parameters(self, recurse: bool, module: nn.Module, inputs: Any) -> None:
+    def _await_parameters(self, recurse: bool, module: nn.Module, *_: Any) -> None:
         if self._published:
             mine = {self._bucket_of.get(id(p)) for p in module.parameters(recurse=recurse)}
             self._receive([index for index in list(self._published) if index in mine])

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from stretto.overlap.loops import sum_dtype
 
-__all__ = ["LateSums"]
+__all__ = ["LateSums", "as_rows"]
+
+
+def as_rows(weights: Tensor, world_size: int) -> Tensor:
+    """Weights (world_size,) or (n, world_size) as (n, world_size), or `ValueError`."""
+    if weights.ndim not in (1, 2) or weights.shape[-1] != world_size:
+        raise ValueError(f"weights of shape {tuple(weights.shape)} must be ({world_size},) or (n, {world_size})")
+    return weights.reshape(-1, world_size)
 
 
 class LateSums:
@@ -25,6 +32,13 @@ class LateSums:
         kept = pieces.to(sum_dtype(pieces.dtype))
         self._add(index, weights.to(kept) @ kept)
 
+    def expect_sums(self, num_sums: int) -> None:
+        """`ValueError` if sums were begun and they are not so many."""
+        if self._sums and len(self._sums[0]) != num_sums:
+            raise ValueError(
+                f"{num_sums} sums of something of which {len(self._sums[0])} were begun; combine them first"
+            )
+
     def fold(self, weights: Tensor, pieces: list[Tensor]) -> None:
         """Add every bucket's pieces to its running sums; weights (num_sums, world_size)."""
         sums = [weights.to(p.device, sum_dtype(p.dtype)) @ p.to(sum_dtype(p.dtype)) for p in pieces]
@@ -34,6 +48,8 @@ class LateSums:
         """Settle the combination of the running sums, coefficients (num_sums,), and start new ones."""
         if not self._sums:
             raise ValueError("nothing was folded since the last combine")
+        if coefficients.shape != (len(self._sums[0]),):
+            raise ValueError(f"coefficients of shape {tuple(coefficients.shape)} must be ({len(self._sums[0])},)")
         for index, total in enumerate(self._sums):
             self._add(index, coefficients.to(total) @ total)
         self._sums = []

@@ -7,7 +7,7 @@ say, whose gradient is made last and is no product. The hazard: the gradient goe
 row of this library's schedules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,9 +21,22 @@ from stretto.overlap.p2p import Peers
 from stretto.overlap.routes import Slices, route, slice_sizes
 from stretto.overlap.streams import Made, made
 
-__all__ = ["SlicedWeight"]
+__all__ = ["SlicedWeight", "check_sliced"]
 
 Launch = Callable[[Callable[[int], Tensor]], None]
+
+
+def check_sliced(module: nn.Module, layers: Sequence[nn.Linear]) -> None:
+    """`ValueError` unless the layers are the module's, and nothing else in it has their weights."""
+    if not all(any(m is layer for m in module.modules()) for layer in layers):
+        raise ValueError("last must be a linear layer of the module, or several of them")
+    everything = list(module.named_parameters(remove_duplicate=False))
+    for layer in layers:
+        names = [name for name, parameter in everything if parameter is layer.weight]
+        if len(names) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} are one parameter; a layer given as `last` must not share its own"
+            )
 
 
 class SlicedWeight:
@@ -84,7 +97,7 @@ class SlicedWeight:
     def _rows_of(self, owner: int, dy: Tensor, x: Tensor, before: Tensor | None) -> Tensor:
         elements, width = self.bucket.slices.rows(owner), x.shape[1]
         rows = slice(elements.start // width, elements.stop // width)
-        piece = dy[:, rows].t() @ x
+        piece = (dy[:, rows].t() @ x).to(self.bucket.dtype)
         return (piece if before is None else piece + before[rows]).flatten()
 
 
@@ -92,8 +105,9 @@ class _SlicedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sliced: SlicedWeight, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.sliced = sliced
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        y = F.linear(x, weight, bias)
+        ctx.save_for_backward(x.to(y.dtype), weight)  # under autocast the product is of another dtype
+        return y
 
     @staticmethod
     @once_differentiable
@@ -105,6 +119,6 @@ class _SlicedLinear(torch.autograd.Function):
             dw = dy.t() @ inputs
         else:
             ctx.sliced.send(dy, inputs)
-        dx = grads[0] @ weight if ctx.needs_input_grad[1] else None
+        dx = grads[0] @ weight.to(dy.dtype) if ctx.needs_input_grad[1] else None
         db = dy.sum(0) if ctx.needs_input_grad[3] else None
         return None, dx, dw, db

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from stretto.overlap import GradientReducer, ReductionThread, buckets, gradients, reduce_bucket
+from stretto.overlap import GradientReducer, PeerError, ReductionThread, buckets, gradients, reduce_bucket
 from stretto.overlap.lane import Lane
 from stretto.overlap.p2p import Call
 from stretto.overlap.sliced import SlicedWeight
@@ -263,6 +264,9 @@ def misuse() -> None:
     reducer = GradientReducer(mine, group)
     with pytest.raises(ValueError, match="late_bound=True"):
         reducer.settle(torch.ones(n))
+    with pytest.raises(ValueError, match="sharded=True"):
+        reducer.publish()
+    reducer.close()
     reducer.close()
     reducer = GradientReducer(mine, group, late_bound=True)
     with pytest.raises(ValueError, match="weights for 1 backwards, but the pieces of"):
@@ -275,7 +279,22 @@ def misuse() -> None:
     reducer.finish()
     with pytest.raises(ValueError, match="weights for 2 backwards"):
         reducer.settle(torch.ones(2, n))
+    with pytest.raises(ValueError, match=rf"weights of shape \({n + 1},\) must be \({n},\) or \(n, {n}\)"):
+        reducer.settle(torch.ones(n + 1))
+    reducer.fold(torch.ones(2, n))
+    losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum().backward()
+    reducer.finish()
+    with pytest.raises(ValueError, match="1 sums of something of which 2 were begun"):
+        reducer.fold(torch.ones(1, n))
+    with pytest.raises(ValueError, match=r"coefficients of shape \(3,\) must be \(2,\)"):
+        reducer.combine(torch.ones(3))
+    reducer.fold(torch.ones(2, n))
     reducer.close()
+    mine.zero_grad()
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight are one parameter"):
+        GradientReducer(tied, group, last=tied[0])
     with pytest.raises(ValueError, match="no parameter"):
         GradientReducer(nn.ReLU(), group)
     with pytest.raises(ValueError, match="last must be a linear layer"):
@@ -285,6 +304,79 @@ def misuse() -> None:
         losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum().backward()
     reducer.finish()
     reducer.close()
+
+
+def gradients_after_their_bucket_left() -> None:
+    """Two backwards without `finish`, and a parameter that reentrant checkpoints meet twice, are refused."""
+    group, x = dist.new_group(), torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    layer = nn.Linear(3, 3).double()
+    reducer = GradientReducer(layer, group)
+    layer(x).sum().backward()
+    with pytest.raises(RuntimeError, match="call finish"):
+        layer(x).sum().backward()
+    reducer.finish()
+    layer.zero_grad()
+    twice = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="no reentrant checkpoint"):
+        twice.sum().backward()
+    reducer.finish()
+    layer.zero_grad()
+    layer(x).sum().backward()
+    reducer.finish()
+    expected = torch.full((3, 3), 2.0, dtype=torch.float64)
+    torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-12, atol=0)
+    reducer.close()
+    dist.destroy_process_group(group)
+
+
+def saved_while_published() -> None:
+    """A state dict holds what was published, whether or not a forward came in between."""
+    group = dist.new_group()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    reducer = GradientReducer(model, group, sharded=True, bucket_bytes=1)
+    for owned in reducer.owned:
+        owned.data.fill_(7.0)
+    reducer.publish()
+    assert all(bool((saved == 7.0).all()) for saved in model.state_dict().values())
+    reducer.close()
+    dist.destroy_process_group(group)
+
+
+def in_autocast() -> None:
+    """A layer given as `last` has the gradient that it has without a reducer."""
+    group = dist.new_group()
+    mine = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for parameter in mine.parameters():
+        dist.broadcast(parameter.data, 0, group=group)
+    whole = copy.deepcopy(mine)
+    reducer = GradientReducer(mine, group, last=mine[0])
+    for model in (mine, whole):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(torch.full((2, 3), 0.3)).sum()
+        loss.backward()
+    reducer.finish()
+    for own, one in zip(mine.parameters(), whole.parameters()):
+        torch.testing.assert_close(own.grad, one.grad, rtol=1e-2, atol=1e-3)
+    reducer.close()
+    dist.destroy_process_group(group)
+
+
+def closed_after_a_fault() -> tuple[str, bool]:
+    """A reducer whose group died gives the module back, with an error the first time only."""
+    group = dist.new_group()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    reducer = GradientReducer(model, group, sharded=True, last=model[0])
+    reducer.publish(wait=True)
+    reducer._peers.fault = "somebody died"
+    reducer.publish()
+    try:
+        reducer.close()
+        said = ""
+    except PeerError as error:
+        said = str(error)
+    reducer.close()
+    dist.destroy_process_group(group)
+    return said, "forward" in model[0].__dict__ or bool(model[0]._forward_pre_hooks)
 
 
 def different_models() -> tuple[str, str]:

@@ -64,6 +64,24 @@ def test_requests_out_of_order_are_refused(ranks: Ranks) -> None:
     ranks.run(2, gradient_cases.misuse)
 
 
+def test_gradients_that_come_after_their_bucket_left_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, gradient_cases.gradients_after_their_bucket_left)
+
+
+def test_a_state_dict_waits_for_published_parameters(ranks: Ranks) -> None:
+    ranks.run(2, gradient_cases.saved_while_published)
+
+
+def test_a_sliced_layer_works_in_autocast(ranks: Ranks) -> None:
+    ranks.run(2, gradient_cases.in_autocast)
+
+
+def test_a_reducer_gives_the_module_back_after_a_fault(ranks: Ranks) -> None:
+    for said, still_hooked in ranks.run(2, gradient_cases.closed_after_a_fault):
+        assert "somebody died" in said
+        assert not still_hooked
+
+
 def test_wrong_requests_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must be a torch.distributed.ProcessGroup"):
         GradientReducer(nn.Linear(2, 2), None)
