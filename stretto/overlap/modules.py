@@ -203,17 +203,18 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[ParallelLinear]) -> None:
         self.layers = list(layers)
-        self._key: tuple[Tensor, bool] | None = None
+        self._key: tuple[Tensor, int, bool] | None = None
         self._outputs: dict[int, Tensor] = {}
 
     def output(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        """`layer`'s output for x; kept from a sibling's call if x is the very same tensor."""
-        held = self._key is not None and self._key[0] is x and self._key[1] == torch.is_grad_enabled()
+        """`layer`'s output for x; kept from a sibling's call if x is the very same tensor, unchanged."""
+        state = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
+        held = self._key is not None and self._key[0] is x and self._key[1:] == state
         if not held or id(layer) not in self._outputs:
             if not layer.leads:
                 return layer.together([layer], x)[0]
             layers = [one for one in self.layers if one.joins()]
-            self._key = (x, torch.is_grad_enabled())
+            self._key = (x, *state)
             self._outputs = {id(one): out for one, out in zip(layers, layer.together(layers, x))}
         found = self._outputs.pop(id(layer))
         if not self._outputs:

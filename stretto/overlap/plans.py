@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from stretto.overlap.attention_heads import AttentionHeads, read_heads
@@ -140,7 +141,10 @@ def _check_parameters(module: nn.Module, matches: list[Match]) -> None:
         for name in match.names if match.style not in ("attention", "rows") else ():
             prefix = f"{name}." if name else ""
             recurse = match.style != "replicate own"
-            for inner, _ in module.get_submodule(name).named_parameters(recurse=recurse, remove_duplicate=False):
+            inside = module.get_submodule(name).named_parameters(recurse=recurse, remove_duplicate=False)
+            for inner, parameter in inside:
+                if isinstance(parameter, DTensor):
+                    raise ValueError(f"{prefix + inner!r} is a DTensor; parallelize a model once, and before FSDP")
                 before = planned.setdefault(prefix + inner, match.style)
                 if before != match.style:
                     raise ValueError(f"{prefix + inner!r} belongs to a {before!r} and to a {match.style!r} module")

@@ -124,6 +124,20 @@ def one_gather_for_siblings() -> int:
     return peers_of(dist.group.WORLD).num_calls - before
 
 
+def a_changed_input() -> None:
+    """A sibling that is called after its input was changed in place computes anew."""
+    layers = nn.ModuleDict({"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)}).double()
+    parallelize(layers, {"q+k": "column"}, dist.group.WORLD, LinearOptions(schedule="direct"))
+    x = torch.ones(1, 2, 4, dtype=torch.float64)
+    with torch.no_grad():
+        layers["q"](x)
+        x.mul_(2.0)
+        assert torch.equal(layers["k"](x), layers["k"](x.clone()))
+    with torch.inference_mode():
+        x = torch.ones(1, 2, 4, dtype=torch.float64)
+        assert layers["q"](x).shape == layers["k"](x).shape
+
+
 def state_dicts() -> None:
     """A checkpoint of the plain model loads in the parallel one, and back."""
     whole, mine = plain_model(), plain_model()
@@ -259,5 +273,9 @@ def refused_plans() -> None:
     with pytest.raises(ValueError, match="sequence_parallel=False rows are whole"):
         parallelize(model, PLAN, group, LinearOptions(sequence_parallel=False))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    parallelize(model, {"layers.*.norm": "sequence"}, group)
+    for style in ("sequence", "replicate"):
+        with pytest.raises(ValueError, match=r"'layers.0.norm.weight' is a DTensor; parallelize a model once"):
+            parallelize(model, {"layers.*.norm": style}, group)
     with pytest.raises(ValueError, match=r"this style is for nn.Linear, not LayerNorm"):
         parallelize_module(nn.LayerNorm(3), DeviceMesh("cpu", list(range(dist.get_world_size()))), OverlapColwise())

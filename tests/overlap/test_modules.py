@@ -38,6 +38,10 @@ def test_siblings_share_one_gather_forward_and_backward(ranks: Ranks) -> None:
     assert ranks.run(2, module_cases.one_gather_for_siblings) == [2 * (1 + 1) * 2] * 2
 
 
+def test_siblings_share_nothing_if_their_input_changed_in_between(ranks: Ranks) -> None:
+    ranks.run(2, module_cases.a_changed_input)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_checkpoints_of_plain_and_parallel_load_in_each_other(ranks: Ranks, num_ranks: int) -> None:
     ranks.run(num_ranks, module_cases.state_dicts)
