@@ -139,9 +139,10 @@ class Scatter:
     """Sums of row slices over ranks, each slice's to its owner: others' partials first, own last.
 
     When direct, partials go straight to the owner, who adds them in the fixed order r-1, r-2, ..., r+1, own
-    last, in `sum_dtype`: one rounding at the end, bitwise the same every time. A step's arrivals are awaited
-    `window` steps later, so that ranks whose products take unequally long do not wait for each other at every
-    step. On the ring running sums travel, and are rounded to the dtype on the wire at every hop.
+    last, in `sum_dtype`: one rounding at the end, bitwise the same every time. A step's arrivals are
+    awaited `window` steps later, so that ranks whose products take unequally long do not wait for each
+    other at every step; the last are awaited in `result`, so that the caller has until then for other
+    products. On the ring running sums travel, and are rounded to the dtype on the wire at every hop.
 
     Buffers are the sum of the own slice and what is sent and received: one slice each on the ring, `window`
     slices and a sub-slice each when direct.
@@ -170,6 +171,7 @@ class Scatter:
         kept = header.dtype if self._ring else sum_dtype(header.dtype)
         self._sum = torch.zeros(slices.sizes[self._rank], *rest, dtype=kept, device=device)
         self._arriving: dict[tuple[int, int], tuple[Transfer, Tensor, Tensor]] = {}
+        self._own: list[tuple[Piece, Tensor]] = []
 
     def pieces(self) -> Iterator[Piece]:
         """The order in which partials must be put; what the caller does until it puts one is its product."""
@@ -188,7 +190,15 @@ class Scatter:
             self._put_direct(piece, partial)
 
     def result(self, bias: Tensor | None = None) -> Tensor:
-        """The own slice, summed over ranks, plus `bias` before the last rounding."""
+        """The own slice, summed over ranks, plus `bias` before the last rounding; what has not arrived is awaited."""
+        for piece, partial in self._own:
+            total = self._sum[piece.local]
+            for step in range(self._awaited(piece.step), self._lane.last):
+                received = self._receive(step, piece.subslice)
+                total += received
+                self._call.release(received)
+            total += partial
+        self._own.clear()
         if bias is not None:
             self._sum += bias
         return self._sum.to(self._dtype)
@@ -208,27 +218,29 @@ class Scatter:
         self._call.release(partial)
 
     def _put_ring(self, piece: Piece, partial: Tensor) -> None:
+        if piece.step == self._lane.last:
+            self._own.append((piece, partial))
+            return
         if piece.step > 0:
             running = self._receive(piece.step - 1, piece.subslice)
             partial += running
             self._call.release(running)
-        if piece.step < self._lane.last:
-            self._send(piece, partial)
-        else:
-            self._sum[piece.local] = partial
+        self._send(piece, partial)
 
     def _put_direct(self, piece: Piece, partial: Tensor) -> None:
-        last = self._lane.last
-        if piece.step < last:
-            self._send(piece, partial)
-        awaited = piece.step - self._window
+        if piece.step == self._lane.last:
+            self._own.append((piece, partial))
+            return
+        self._send(piece, partial)
         own = self._sum[self._slices.local(self._rank, piece.subslice)]
-        for step in range(max(0, awaited), last if piece.step == last else awaited + 1):
+        for step in range(self._awaited(piece.step), piece.step - self._window + 1):
             received = self._receive(step, piece.subslice)
             own += received
             self._call.release(received)
-        if piece.step == last:
-            own += partial
+
+    def _awaited(self, step: int) -> int:
+        """The first step whose arrival is still awaited when the piece of `step` is put."""
+        return max(0, step - (1 if self._ring else self._window))
 
     def _send(self, piece: Piece, partial: Tensor) -> None:
         size = self._slices.size(self._lane.routes[piece.step].recv, piece.subslice)
