@@ -114,6 +114,8 @@ def check_linear(
         raise ValueError(
             f"dim={dim} is not a row dimension of x, whose shape is {tuple(x.shape)}; features come last"
         )
+    if isinstance(weights, Tensor):
+        raise ValueError("weights is one tensor; this operation takes a sequence of them, [weight]")
     if not weights:
         raise ValueError("at least one weight is needed")
     if len(biases) != len(weights):

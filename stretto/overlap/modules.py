@@ -236,6 +236,7 @@ def mesh_of(group: dist.ProcessGroup | DeviceMesh, device: torch.device) -> Devi
         if group.ndim != 1:
             raise ValueError(f"the mesh has {group.ndim} axes; pass one of them, mesh['name']")
         return group
+    peers_of(group)  # refuses what is no group, or not this rank's
     if device.type != "meta":
         return DeviceMesh.from_group(group, device.type)
     return DeviceMesh.from_group(group, "cuda" if "nccl" in dist.get_backend(group) else "cpu")

@@ -129,7 +129,8 @@ def peers_of(group: dist.ProcessGroup) -> Peers:
     if not isinstance(group, dist.ProcessGroup):
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("this rank is not in the group; only its members may call an operation on it")
-        raise ValueError(f"group must be a torch.distributed.ProcessGroup, not {type(group).__name__}")
+        way_out = "" if dist.is_initialized() else "; call torch.distributed.init_process_group first"
+        raise ValueError(f"group must be a torch.distributed.ProcessGroup, not {type(group).__name__}{way_out}")
     if group not in _peers:
         if dist.get_rank(group) < 0:
             raise ValueError("this rank is not in the group; only its members may call an operation on it")

@@ -96,6 +96,7 @@ def refuse(how: str) -> tuple[str, str, bool]:
             "sizes by name": lambda: all_gather_matmul(x, w, group, sizes="guess"),
             "total": lambda: matmul_reduce_scatter(x, w, group, sizes=[1] * dist.get_world_size()),
             "exchange": lambda: matmul_reduce_scatter(x, w, group, sizes="exchange"),
+            "one weight": lambda: replicate_matmul(x, w, group),
             "no group": lambda: all_gather_matmul(x, w, None),
         }
         kind, text = ends(calls[how])

@@ -33,6 +33,7 @@ REFUSALS = {
     "bias": r"bias of shape \(3,\) must be \(2,\)",
     "biases": "1 biases for 2 weights",
     "no weight": "at least one weight",
+    "one weight": r"takes a sequence of them, \[weight\]",
     "schedule": "schedule='circle'",
     "num_subslices": "num_subslices=0",
     "sizes": r"sizes\[\d\]=1 but this rank's slice has 4 rows",

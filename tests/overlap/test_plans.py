@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.overlap import parallelize
 from stretto.overlap.heads import cut_heads
 from tests.overlap import plan_cases
 from tests.overlap.examples import few
@@ -134,3 +135,10 @@ def test_the_ranks_that_fit_are_offered() -> None:
         cut_heads(3, 8)
     with pytest.raises(ValueError, match="num_kv_heads=4 does not divide num_heads=6"):
         cut_heads(6, 2, 4)
+
+
+def test_a_plan_without_a_group_says_what_to_call_first_and_changes_nothing() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"not NoneType; call torch.distributed.init_process_group first"):
+        parallelize(model, {"0": "column"}, None)  # type: ignore[arg-type]
+    assert type(model[0]) is torch.nn.Linear
