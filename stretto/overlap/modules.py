@@ -146,7 +146,7 @@ class ColumnLinear(ParallelLinear):
     @staticmethod
     def together(layers: Sequence[ParallelLinear], x: Tensor) -> list[Tensor]:
         """One gather feeds all, or none where every rank has all rows."""
-        weights, biases = zip(*(layer._local() for layer in layers))
+        x, weights, biases = _of_one_dtype(x, layers)
         mesh, options = layers[0].mesh, layers[0].options
         sizes: Sizes = "exchange" if options.uneven else None
         if isinstance(x, DTensor):
@@ -187,7 +187,7 @@ class RowLinear(ParallelLinear):
     @staticmethod
     def together(layers: Sequence[ParallelLinear], x: Tensor) -> list[Tensor]:
         """One reduce-scatter, or one all-reduce, whose last half only a layer alone leaves to a follower."""
-        weights, biases = zip(*(layer._local() for layer in layers))
+        x, weights, biases = _of_one_dtype(x, layers)
         first = layers[0]
         group, options = first.mesh.get_group(), first.options
         if options.sequence_parallel:
@@ -196,6 +196,18 @@ class RowLinear(ParallelLinear):
             return matmul_all_reduce(x, weights, group, biases=biases, **options.of_call(layers))
         pending = matmul_all_reduce_start(x, weights[0], group, biases=biases[0], **options.of_call(layers))
         return [first.follower.behind(pending)]
+
+
+def _of_one_dtype(
+    x: Tensor, layers: Sequence[ParallelLinear]
+) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
+    """x, and the layers' own weights and biases: under autocast in its dtype, as `nn.Linear` computes."""
+    weights, biases = zip(*(layer._local() for layer in layers))
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x, weights, biases
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), [w.to(dtype) for w in weights], [None if b is None else b.to(dtype) for b in biases]
 
 
 class SharedInput:

@@ -279,3 +279,23 @@ def refused_plans() -> None:
             parallelize(model, {"layers.*.norm": style}, group)
     with pytest.raises(ValueError, match=r"this style is for nn.Linear, not LayerNorm"):
         parallelize_module(nn.LayerNorm(3), DeviceMesh("cpu", list(range(dist.get_world_size()))), OverlapColwise())
+
+
+def under_autocast(sequence: bool) -> None:
+    """Outputs in autocast's dtype and gradients near the plain model's under autocast, as 16 bits allow."""
+    options = LinearOptions(sequence_parallel=sequence, schedule="direct")
+    whole, mine = (plain_model().float() for _ in range(2))
+    parallelize(mine, PLAN if sequence else WHOLE_PLAN, dist.group.WORLD, options)
+    x = Draw(4)(2, 2 * dist.get_world_size(), WIDTH).float()
+    exact = plain_model().float()
+    exact(x).square().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = mine.layers[0].up(own_rows(x) if sequence else x)
+        expected = whole.layers[0].up(x)
+        whole(x).square().sum().backward()
+        mine(own_rows(x) if sequence else x).square().sum().backward()
+    assert inside.dtype == expected.dtype == torch.bfloat16
+    for (name, a), b, c in zip(mine.named_parameters(), whole.parameters(), exact.parameters()):
+        assert a.grad.dtype == torch.float32
+        error, theirs = float((full(a.grad) - c.grad).norm()), float((b.grad - c.grad).norm())
+        assert error <= 3 * theirs + 1e-6 * float(c.grad.norm()), (name, error, theirs)

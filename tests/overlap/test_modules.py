@@ -74,3 +74,8 @@ def test_layers_can_be_compiled_around(ranks: Ranks) -> None:
 
 def test_wrong_plans_are_refused_and_change_nothing(ranks: Ranks) -> None:
     ranks.run(2, module_cases.refused_plans)
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_layers_compute_in_the_dtype_of_autocast(ranks: Ranks, sequence: bool) -> None:
+    ranks.run(3, module_cases.under_autocast, sequence)
