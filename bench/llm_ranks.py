@@ -6,6 +6,8 @@ repeats come in. Ways:
     compute   the arithmetic of "plain", every message replaced by a copy of what would have been sent
     ideal     the same while the messages' bytes move, needed by nobody
     plain     messages with nothing beside them
+    restructured plain
+              the same with ours' model structure: query-split attention, or halves of the batch
     slicing k chunks, each beside the product of its neighbour (`llm_slicing`); data parallel: k buckets
     ours      the library: no tail
 
@@ -90,12 +92,16 @@ class Way:
     @property
     def schedule(self) -> str:
         kind = self.name.split()[0]
-        return {"compute": "plain", "ideal": "plain", "slicing": "direct", "ours": "auto"}.get(kind, kind)
+        return {"slicing": "direct", "ours": "auto"}.get(kind, "plain")
 
     @property
     def pieces(self) -> int:
         """Chunks or sub-slices."""
         return int(self.name.split()[1]) if " " in self.name else 1
+
+    @property
+    def is_restructured(self) -> bool:
+        return self.name in ("ours", "restructured plain")
 
     @property
     def is_slicing(self) -> bool:
@@ -179,6 +185,20 @@ class Model:
         tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length + 1), generator=generator)
         self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:]
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.swaps: list[tuple[nn.Module, type, type]] = []
+
+    @contextmanager
+    def restructured(self) -> Iterator[None]:
+        """Note which modules' classes change within: they are ours', and until then the others'."""
+        modules = list(self.llama.modules())
+        before = [type(module) for module in modules]
+        yield
+        self.swaps = [(m, old, type(m)) for m, old in zip(modules, before) if type(m) is not old]
+
+    def restructure(self, way: Way) -> None:
+        """Give modules the classes that a way has."""
+        for module, before, after in self.swaps:
+            module.__class__ = after if way.is_restructured else before
 
     def use(self, way: Way, training: bool) -> None:
         """Communicate so from now on."""
@@ -214,7 +234,15 @@ class TensorParallel(Model):
         self.rows = rows
         self.options = LinearOptions(sequence_parallel=rows, schedule="plain")
         parallelize(self.llama, LLAMA if rows else LLAMA_TP, dist.group.WORLD, self.options)
-        self.swaps = self.swapped_classes()
+        with self.restructured():
+            if rows:
+                from llm_query_split import use_query_split
+
+                use_query_split(self.llama)
+            else:
+                from llm_halves import use_halves
+
+                use_halves(self.llama)
         self.pairs = [(p, nn.Parameter(part(p).detach())) for p in self.llama.parameters()]
         self.optimizer = torch.optim.AdamW([mine for _, mine in self.pairs], 1e-5, fused=True)
 
@@ -226,25 +254,10 @@ class TensorParallel(Model):
             check=not way.is_silent,
             keep_gathered=False,
         )
-        for module, before, after in self.swaps:
-            module.__class__ = after if way.name.startswith("ours") else before
+        self.restructure(way)
         for module in self.llama.modules():
             if isinstance(getattr(module, "options", None), LinearOptions):
                 module.options = options
-
-    def swapped_classes(self) -> list[tuple[nn.Module, type, type]]:
-        """What ours has that the others have not: query-split attention, or the batch in halves."""
-        modules = list(self.llama.modules())
-        before = [type(module) for module in modules]
-        if self.rows:
-            from llm_query_split import use_query_split
-
-            use_query_split(self.llama)
-        else:
-            from llm_halves import use_halves
-
-            use_halves(self.llama, dist.new_group())
-        return [(m, old, type(m)) for m, old in zip(modules, before) if type(m) is not old]
 
     def loss(self, logits: Tensor) -> Tensor:
         return vocab_cross_entropy(logits, self.targets, dist.group.WORLD, check=False)
@@ -268,7 +281,7 @@ class Replicated(Model):
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
-        self.wait = way.name == "plain" or way.is_silent
+        self.wait = way.schedule == "plain"
         if not training and not self.publishes:
             return
         size = sum(p.nbytes for p in self.llama.parameters())
@@ -314,14 +327,18 @@ class Ulysses(Replicated):
 
     def __init__(self, shape: Shape) -> None:
         from llm_ulysses import use_ulysses
+        from llm_ulysses_halves import use_ulysses_halves
 
         super().__init__(shape)
         use_ulysses(self.llama, dist.group.WORLD)
+        with self.restructured():
+            use_ulysses_halves(self.llama, dist.group.WORLD)
         self.inputs, self.targets = (t.chunk(self.world_size, 1)[self.rank] for t in (self.inputs, self.targets))
         self.positions = torch.arange(shape.length).unsqueeze(0)
 
     def use(self, way: Way, training: bool) -> None:
         super().use(way, training)
+        self.restructure(way)
         for layer in self.llama.model.layers:
             layer.self_attn.how = {
                 "schedule": way.schedule,

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM
 
-from stretto.overlap import RowLinear
+from stretto.overlap import Pending, RowLinear, matmul_all_reduce_start
 
 
 @dataclass
@@ -22,43 +20,23 @@ class Half:
     """(batch / 2, rows, hidden), to which a sum is still to be added."""
 
     residual: Tensor
-    arriving: Tensor | None = None
-    work: dist.Work | None = None
+    sum: Pending | None = None
 
     def value(self) -> Tensor:
         """Complete."""
-        if self.arriving is None:
-            return self.residual
-        assert self.work is not None
-        self.work.wait()
-        return self.residual + self.arriving
+        return self.residual if self.sum is None else self.residual + self.sum.wait()
 
 
 class StartedRowLinear(RowLinear):
-    """A row layer whose sum over ranks is under way, as `work`, when its forward returns."""
+    """A row layer whose sum over ranks is under way, as `sum`, when its forward returns."""
 
-    group: dist.ProcessGroup
-    work: dist.Work
+    sum: Pending
 
     def forward(self, input: Tensor) -> Tensor:
-        return _StartedSum.apply(input, self.weight.to_local(), self)
-
-
-class _StartedSum(torch.autograd.Function):
-    """x (..., own features), weight (F, own features) -> (..., F); backwards every rank has the whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: StartedRowLinear) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        out = x @ weight.t()
-        layer.work = dist.all_reduce(out, group=layer.group, async_op=True)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        return grads[0] @ weight, grads[0].flatten(0, -2).t() @ x.flatten(0, -2), None
+        """What is not to be read before `sum.wait()`."""
+        how = self.options.of_call([self])
+        self.sum = matmul_all_reduce_start(input, self.weight.to_local(), self.mesh.get_group(), **how)
+        return self.sum.out
 
 
 class HalvesLayer(LlamaDecoderLayer):
@@ -72,20 +50,20 @@ class HalvesLayer(LlamaDecoderLayer):
         return [self._transform(half.value()) for half in halves]
 
     def _attend(self, x: Tensor, kwargs: dict[str, Any]) -> Half:
-        out, _ = self.self_attn(hidden_states=self.input_layernorm(x), **kwargs)
-        return Half(x, out, self.self_attn.o_proj.work)
+        self.self_attn(hidden_states=self.input_layernorm(x), **kwargs)
+        return Half(x, self.self_attn.o_proj.sum)
 
     def _transform(self, x: Tensor) -> Half:
-        return Half(x, self.mlp(self.post_attention_layernorm(x)), self.mlp.down_proj.work)
+        self.mlp(self.post_attention_layernorm(x))
+        return Half(x, self.mlp.down_proj.sum)
 
 
-def use_halves(model: LlamaForCausalLM, group: dist.ProcessGroup) -> None:
-    """Make every layer of a tensor-parallel model a `HalvesLayer`, in place; `group` is for these sums alone."""
+def use_halves(model: LlamaForCausalLM) -> None:
+    """Make every layer of a tensor-parallel model a `HalvesLayer`, in place."""
     for layer in model.model.layers:
         layer.__class__ = HalvesLayer
         for row in (layer.self_attn.o_proj, layer.mlp.down_proj):
             row.__class__ = StartedRowLinear
-            row.group = group
     model.model.norm.register_forward_pre_hook(_joined)
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from llm_halves import use_halves
 from llm_query_split import use_query_split
 from llm_ulysses import use_ulysses
+from llm_ulysses_halves import use_ulysses_halves
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaForCausalLM
@@ -77,7 +78,7 @@ class TensorParallel(Alone):
             raise ValueError(f"--batch {self.settings.batch} must be even: a half hides the other's communication")
         self.group = dist.group.WORLD
         parallelize(self.model, self.plan, self.group, self.options)
-        use_halves(self.model, dist.new_group())
+        use_halves(self.model)
         return list(self.model.parameters())
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -160,7 +161,11 @@ class Ulysses(DataParallel):
     """Own rows of every sample; weights are whole, so gradients are reduced as in data parallelism."""
 
     def prepare(self) -> list[Tensor]:
-        use_ulysses(self.model, dist.new_group())
+        group = dist.new_group()
+        if self.settings.batch % 2:
+            use_ulysses(self.model, group)
+        else:
+            use_ulysses_halves(self.model, group)
         return super().prepare()
 
     def own(self, tokens: Tensor) -> Tensor:

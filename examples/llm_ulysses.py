@@ -25,20 +25,33 @@ class UlyssesAttention(LlamaAttention):
     how: dict[str, Any]
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **ignored
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **ignored: Any
     ) -> tuple[Tensor, None]:
-        heads, kv_heads = split_heads(
-            self.config.num_attention_heads, dist.get_world_size(self.group), self.config.num_key_value_heads
-        )
+        args, how = self.projected()
+        projected = matmul_all_to_all(hidden_states, *args, **how)
+        args, how = self.attended(projected, position_embeddings)
+        return attention_all_to_all(*args, **how), None
+
+    def projected(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of `matmul_all_to_all` behind the hidden states."""
+        heads, kv_heads = self.split()
         features = [[self.head_dim * num for num in cut] for cut in (heads, kv_heads, kv_heads)]
         weights = [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]
-        projected = matmul_all_to_all(hidden_states, weights, self.group, features=features, **self.how)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)  # (batch, all rows, own heads, d)
+        return (weights, self.group), {"features": features, **self.how}
+
+    def attended(
+        self, projected: list[Tensor], position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of `attention_all_to_all`: (batch, all rows, own heads, d) with their positions."""
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
-        out = attention_all_to_all(
-            q, k, v, self.group, heads=heads, weight=self.o_proj.weight, is_causal=True, **self.how
-        )
-        return out, None
+        heads, _ = self.split()
+        return (q, k, v, self.group), {"heads": heads, "weight": self.o_proj.weight, "is_causal": True, **self.how}
+
+    def split(self) -> tuple[list[int], list[int]]:
+        """Heads and key-value heads of every rank."""
+        config, num_ranks = self.config, dist.get_world_size(self.group)
+        return split_heads(config.num_attention_heads, num_ranks, config.num_key_value_heads)
 
 
 def use_ulysses(model: LlamaForCausalLM, group: dist.ProcessGroup, **how: Any) -> None:

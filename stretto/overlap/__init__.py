@@ -1,11 +1,6 @@
 """Parallel layers whose communication leaves no tail: it hides behind the products on either side of it."""
 
-from stretto.overlap.all_reduce import (
-    Pending,
-    matmul_all_reduce,
-    matmul_all_reduce_start,
-    replicate_matmul,
-)
+from stretto.overlap.all_reduce import matmul_all_reduce, matmul_all_reduce_start, replicate_matmul
 from stretto.overlap.attention import (
     attention_all_to_all,
     attention_reduce_scatter,
@@ -14,6 +9,7 @@ from stretto.overlap.attention import (
     scaled_dot_product_attention,
     split_heads,
 )
+from stretto.overlap.attention_halves import attention_all_to_all_start, matmul_all_to_all_start
 from stretto.overlap.cross_entropy import causal_lm_loss, vocab_cross_entropy
 from stretto.overlap.ddp import ReductionThread, reduce_bucket
 from stretto.overlap.faults import PeerError
@@ -22,6 +18,7 @@ from stretto.overlap.lora import parallelize_lora
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear
 from stretto.overlap.p2p import report
+from stretto.overlap.pending import Pending
 from stretto.overlap.plans import OverlapColwise, OverlapRowwise, parallelize
 from stretto.overlap.records import OverlapWarning, Report
 from stretto.overlap.shipped import LLAMA, LLAMA_TP, QWEN2, QWEN2_TP, QWEN3, QWEN3_TP
@@ -53,11 +50,13 @@ __all__ = [
     "Trace",
     "all_gather_matmul",
     "attention_all_to_all",
+    "attention_all_to_all_start",
     "attention_reduce_scatter",
     "causal_lm_loss",
     "matmul_all_reduce",
     "matmul_all_reduce_start",
     "matmul_all_to_all",
+    "matmul_all_to_all_start",
     "matmul_reduce_scatter",
     "parallelize",
     "parallelize_lora",

@@ -8,6 +8,7 @@ library's schedules.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 import torch.distributed as dist
@@ -23,11 +24,11 @@ from stretto.overlap.inputs import (
     scattered_slices,
     side_by_side,
 )
-from stretto.overlap.p2p import Call, peers_of
+from stretto.overlap.p2p import peers_of
+from stretto.overlap.pending import Left, Pending
 from stretto.overlap.row import MatmulAllReduce
-from stretto.overlap.transfers import Transfer
 
-__all__ = ["Pending", "matmul_all_reduce", "matmul_all_reduce_start", "replicate_matmul"]
+__all__ = ["matmul_all_reduce", "matmul_all_reduce_start", "replicate_matmul"]
 
 
 @overload
@@ -99,7 +100,7 @@ def matmul_all_reduce(
         "check": check,
         "tuned_as": tuned_as,
     }
-    return matmul_all_reduce_start(x, weights, group, biases=biases, **options).wait()
+    return _started(x, weights, group, biases, options, exchanges=False).wait()
 
 
 @outside_of_graphs
@@ -117,48 +118,54 @@ def matmul_all_reduce_start(
     """`matmul_all_reduce` up to its second half: the summed slices are on their way when this returns.
 
     Whatever the caller computes before `Pending.wait` hides them. Further operations on the group may be
-    called in between. Arguments, gradients and errors as `matmul_all_reduce`.
+    called in between. Arguments, gradients and errors as `matmul_all_reduce`. Two ranks send each other their whole
+    partial sums, as many bytes, so that all of it is on its way; "auto" is "direct" for them, because what hides
+    it is not known. Under "plain" nothing is left in flight.
     """
+    options: dict[str, Any] = {
+        "schedule": schedule,
+        "num_subslices": num_subslices,
+        "check": check,
+        "tuned_as": tuned_as,
+    }
+    return _started(x, weights, group, biases, options, exchanges=True)
+
+
+def _started(
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    group: dist.ProcessGroup,
+    biases: Tensor | Sequence[Tensor | None] | None,
+    options: dict[str, Any],
+    *,
+    exchanges: bool,
+) -> Pending:
+    """With `exchanges`, two ranks that overlap send each other all of their partial sums."""
     ws, bs = listed(weights, biases)
     peers = peers_of(group)
     with peers.call("matmul_all_reduce") as call:
         check_linear(x, ws, bs, 0)
-        gradients, device = needed(x, *ws, *bs), x.device
-        how = checked_how(peers, schedule, num_subslices, check, gradients, device=device, tuned_as=tuned_as)
+        how = checked_how(peers, gradients=needed(x, *ws, *bs), device=x.device, **options)
         rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
+        exchanges = exchanges and peers.world_size == 2 and how.schedule in ("direct", "auto")
+        if exchanges and how.schedule == "auto":
+            how = replace(how, schedule="direct", num_subslices=1)
+        call.tuned_as = how.tuned_as
         slices = scattered_slices(how, len(rows), None)
-    pending = Pending(call)
-    try:
-        out = MatmulAllReduce.apply(call, how, slices, pending.transfers, len(ws), rows, *ws, *bs)
-    except BaseException:  # such as the early end of a recomputation: buffers must outlive their transfers
-        pending.wait_for_transfers()
-        raise
+    left = Left(call)
+    out = MatmulAllReduce.apply(call, how, slices, left, exchanges, len(ws), rows, *ws, *bs)
     ys = [part.view(*x.shape[:-1], part.shape[-1]) for part in side_by_side(out, ws)]
-    pending.out = ys[0] if isinstance(weights, Tensor) else ys
+    result = ys[0] if isinstance(weights, Tensor) else ys
+
+    def complete() -> Any:
+        left.wait()
+        return result
+
+    pending = Pending(complete, left.transfers)
+    pending.out = result
+    if how.schedule == "plain":
+        pending.wait()
     return pending
-
-
-class Pending:
-    """A tensor, or a list of them, whose last slices are still arriving."""
-
-    out: Any
-    """What is arriving; not to be read before `wait`."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self.transfers: list[Transfer] = []
-
-    def wait(self) -> Any:
-        """The tensor or tensors, complete. `PeerError` if a peer was lost on the way. May be called again."""
-        self.wait_for_transfers()
-        return self.out
-
-    def wait_for_transfers(self) -> None:
-        """Until nothing of it is in flight."""
-        if self.transfers:
-            with self._call.peers.guard(self._call):
-                while self.transfers:
-                    self._call.wait(self.transfers.pop(0))
 
 
 @outside_of_graphs

@@ -8,12 +8,14 @@ DeepSpeed-Ulysses (arXiv 2309.14509), CommFuse (arXiv 2604.24013).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from stretto.overlap.heads import repeat_kv_heads, split_heads
 from stretto.overlap.inputs import (
+    How,
     Sizes,
     check_heads,
     check_linear,
@@ -24,7 +26,7 @@ from stretto.overlap.inputs import (
     rows_first,
     scattered_slices,
 )
-from stretto.overlap.p2p import peers_of
+from stretto.overlap.p2p import Call, peers_of
 from stretto.overlap.queries import Attention, QuerySlices, scaled_dot_product_attention
 from stretto.overlap.query_split import AttentionReduceScatter
 from stretto.overlap.routes import Slices, sizes_from
@@ -78,20 +80,27 @@ def matmul_all_to_all(
     Raises:
         As `all_gather_matmul`.
     """
-    peers = peers_of(group)
     bs = list(biases) if biases is not None else [None] * len(weights)
+    options = {"schedule": schedule, "num_subslices": num_subslices, "check": check, "tuned_as": tuned_as}
+    call, how, layout, rows = projected(x, weights, bs, group, features, sizes, options)
+    out = MatmulAllToAll.apply(call, how, layout, rows, len(weights), *weights, *bs)
+    return own_features(out, how, layout)
+
+
+def projected(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: dist.ProcessGroup,
+    features: Sequence[Sequence[int]],
+    sizes: Sizes,
+    options: dict[str, Any],
+) -> tuple[Call, How, Layout, Tensor]:
+    """The arguments of `matmul_all_to_all`, looked over, as its autograd function takes them."""
+    peers = peers_of(group)
     with peers.call("matmul_all_to_all") as call:
-        check_linear(x, weights, bs, 1)
-        how = checked_how(
-            peers,
-            schedule,
-            num_subslices,
-            check,
-            needed(x, *weights, *bs),
-            device=x.device,
-            tuned_as=tuned_as,
-            ring=False,
-        )
+        check_linear(x, weights, biases, 1)
+        how = checked_how(peers, gradients=needed(x, *weights, *biases), device=x.device, ring=False, **options)
         if len(features) != len(weights):
             raise ValueError(f"{len(features)} splits of features for {len(weights)} weights")
         cuts = tuple(Slices(sizes_from(f, peers.world_size)) for f in features)
@@ -100,8 +109,12 @@ def matmul_all_to_all(
                 raise ValueError(f"features={cut.sizes} add up to {cut.total}, but the weight has {len(weight)}")
         rows = rows_first(x, 1)
         layout = Layout(gathered_slices(call, how, rows, sizes), cuts)
-    out = MatmulAllToAll.apply(call, how, layout, rows, len(weights), *weights, *bs)
-    parts = out.split([cut.sizes[peers.rank] for cut in cuts], -1)
+    return call, how, layout, rows
+
+
+def own_features(out: Tensor, how: How, layout: Layout) -> list[Tensor]:
+    """Of every weight, (batch, rows, own features), as views of (rows, batch, own features of all)."""
+    parts = out.split([cut.sizes[how.peers.rank] for cut in layout.features], -1)
     return [part.transpose(0, 1) for part in parts]
 
 
@@ -159,21 +172,31 @@ def attention_all_to_all(
     Raises:
         As `all_gather_matmul`.
     """
+    options = {"schedule": schedule, "num_subslices": num_subslices, "check": check, "tuned_as": tuned_as}
+    call, how, layout, q, k, v = divided(q, k, v, group, heads, weight, bias, sizes, options)
+    queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
+    out = AttentionAllToAll.apply(call, how, layout, queries, q, k, v, weight, bias)
+    return out.transpose(0, 1)
+
+
+def divided(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup,
+    heads: Sequence[int] | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    sizes: Sizes,
+    options: dict[str, Any],
+) -> tuple[Call, How, Layout, Tensor, Tensor, Tensor]:
+    """The arguments of `attention_all_to_all`, looked over, as its autograd function takes them."""
     peers = peers_of(group)
     with peers.call("attention_all_to_all") as call:
         check_heads(q, k, v)
         if bias is not None and weight is None:
             raise ValueError("a bias without a weight has nothing to be added to; give both or neither")
-        how = checked_how(
-            peers,
-            schedule,
-            num_subslices,
-            check,
-            needed(q, k, v, weight, bias),
-            device=q.device,
-            tuned_as=tuned_as,
-            ring=False,
-        )
+        how = checked_how(peers, gradients=needed(q, k, v, weight, bias), device=q.device, ring=False, **options)
         counts = sizes_from([q.shape[2]] * peers.world_size if heads is None else heads, peers.world_size)
         if counts[peers.rank] != q.shape[2]:
             raise ValueError(f"heads[{peers.rank}]={counts[peers.rank]} but q has {q.shape[2]} heads")
@@ -182,9 +205,7 @@ def attention_all_to_all(
             check_linear(q.new_empty(1, groups.total), [weight], [bias], 0)
         q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
         rows = scattered_slices(how, len(q), sizes)
-    queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
-    out = AttentionAllToAll.apply(call, how, Layout(rows, (groups,)), queries, q, k, v, weight, bias)
-    return out.transpose(0, 1)
+    return call, how, Layout(rows, (groups,)), q, k, v
 
 
 @outside_of_graphs

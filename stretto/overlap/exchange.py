@@ -1,7 +1,8 @@
 """All-to-alls in steps: a piece for every peer, made just before it leaves, and a piece from every peer.
 
 `own_last` makes others' pieces first, for a product that comes before its communication; `own_first` hands
-out the own piece first, for one that comes after. Both go the direct routes, one peer a step. Under "plain" every
+out the own piece first, for one that comes after; a `Flight` is a trade in two halves, for a caller who computes
+something else in between. All go the direct routes, one peer a step. Under "plain" every
 piece is made before any leaves, and all have arrived before one is handed out. The hazard:
 `make` decides what hides the transfers, so it must do its work when it is called and not before. Source:
 CommFuse (arXiv 2604.24013) for Ulysses; the loops are this library's.
@@ -18,7 +19,7 @@ from stretto.overlap.p2p import Call
 from stretto.overlap.routes import Route
 from stretto.overlap.transfers import Shape, Transfer
 
-__all__ = ["Trade", "own_first", "own_last"]
+__all__ = ["Flight", "Trade", "own_first", "own_last"]
 
 Made = Callable[[int, int], Tensor]
 
@@ -60,10 +61,10 @@ class Trade:
 
 def own_first(call: Call, header: Header, trade: Trade, *, check: bool) -> Iterator[tuple[int, int, Tensor]]:
     """Yields (peer, sub-slice, piece), own first, then rank-1, rank-2, ...; pieces leave a step ahead."""
-    lane = trade.lane(call, "gather", header, check)
     if header.schedule == "plain":
-        yield from _all_at_once(call, lane, trade)
+        yield from Flight(call, header, trade, "gather", check=check).pieces()
         return
+    lane = trade.lane(call, "gather", header, check)
     arriving: dict[int, tuple[Transfer, Tensor]] = {}
     for step, here in enumerate(lane.routes):
         for s in range(trade.num_subslices):
@@ -86,43 +87,70 @@ def own_last(call: Call, header: Header, trade: Trade, *, check: bool) -> Iterat
     Nothing is awaited before the own piece is made: pieces may take unequally long, as under a causal mask,
     and ranks do not wait for each other at every step. Their rooms are the caller's, so that costs no memory.
     """
-    lane = trade.lane(call, "scatter", header, check)
-    if header.schedule == "plain":
-        yield from _all_at_once(call, lane, trade)
-        return
-    arriving: list[tuple[int, int, Tensor, Transfer]] = []
-    for step, here in enumerate(lane.routes[:-1]):
-        for s in range(trade.num_subslices):
-            piece, room = _made(call, trade, step, here.send_to, s), trade.room(here.recv_from, s)
-            arriving.append((here.recv_from, s, room, lane.post(step, s, piece, room)))
-    rank = call.peers.rank
-    for s in range(trade.num_subslices):
-        call.begin_product()
-        yield rank, s, trade.make(rank, s)
-        call.end_product(lane.last, s, rank)
-    for peer, s, room, transfer in arriving:
-        call.wait(transfer)
-        call.begin_product()
-        yield peer, s, room
-        call.end_product(lane.last, s, peer)
+    yield from Flight(call, header, trade, "scatter", check=check).pieces()
 
 
-def _all_at_once(call: Call, lane: Lane, trade: Trade) -> Iterator[tuple[int, int, Tensor]]:
-    rank, subslices = call.peers.rank, range(trade.num_subslices)
-    steps = [(step, here, s) for step, here in enumerate(lane.routes[:-1]) for s in subslices]
-    pieces = [_made(call, trade, step, here.send_to, s) for step, here, s in steps]
-    found = [(rank, s, _made(call, trade, lane.last, rank, s)) for s in subslices]
-    transfers = []
-    for (step, here, s), piece in zip(steps, pieces):
-        room = trade.room(here.recv_from, s)
-        transfers.append(lane.post(step, s, piece, room))
-        found.append((here.recv_from, s, room))
-    for transfer in transfers:
-        call.wait(transfer)
-    for peer, s, piece in found:
-        call.begin_product()
-        yield peer, s, piece
-        call.end_product(lane.last, s, peer)
+class Flight:
+    """A trade of which others' pieces are on their way, the own ones made: its two halves, for a caller between.
+
+    A flight that was left and is then dropped, as by the early end of a recomputation, leaves its transfers to the
+    group, whose next call waits for them: buffers must outlive their transfers.
+    """
+
+    def __init__(self, call: Call, header: Header, trade: Trade, kind: str, *, check: bool) -> None:
+        """Make others' pieces and post each as it is made, then make the own ones; nothing is awaited.
+
+        Under "plain" all are made before any leaves, and all have arrived at the end.
+        """
+        self._call, self._trade, self._left, self._landed = call, trade, False, False
+        self._arriving: list[tuple[int, int, int, Tensor, Transfer]] = []
+        lane, plain = trade.lane(call, kind, header, check), header.schedule == "plain"
+        made = []
+        for step, here in enumerate(lane.routes[:-1]):
+            for s in range(trade.num_subslices):
+                made.append((step, here, s, _made(call, trade, step, here.send_to, s)))
+                if not plain:
+                    self._post(lane, *made.pop())
+        rank = call.peers.rank
+        self.own = [_made(call, trade, lane.last, rank, s) for s in range(trade.num_subslices)]
+        """The own piece of every sub-slice."""
+        for each in made:
+            self._post(lane, *each)
+        if plain:
+            for *_, transfer in self._arriving:
+                call.wait(transfer)
+            self._landed = True
+
+    def leave(self) -> Tensor:
+        """Let it outlive its call; the own pieces, rows one after another."""
+        self._left = True
+        self._call.leave([transfer for *_, transfer in self._arriving])
+        own, self.own = self.own, []
+        return own[0] if len(own) == 1 else torch.cat(own)
+
+    def pieces(self) -> Iterator[tuple[int, int, Tensor]]:
+        """(peer, sub-slice, piece): own first unless it was left, then others' as they come, rank-1, rank-2, ..."""
+        call = self._call
+        for s, piece in enumerate(self.own):
+            call.begin_product()
+            yield call.peers.rank, s, piece
+            call.end_product(call.peers.world_size - 1, s, call.peers.rank)
+        while self._arriving:
+            step, peer, s, room, transfer = self._arriving[0]
+            if not self._landed:
+                call.wait(transfer)
+            self._arriving.pop(0)
+            call.begin_product()
+            yield peer, s, room
+            call.end_product(step, s, peer)
+
+    def _post(self, lane: Lane, step: int, here: Route, s: int, piece: Tensor) -> None:
+        room = self._trade.room(here.recv_from, s)
+        self._arriving.append((step, here.recv_from, s, room, lane.post(step, s, piece, room)))
+
+    def __del__(self) -> None:
+        if self._left and not self._landed:
+            self._call.peers.unfinished += [transfer for *_, transfer in self._arriving]
 
 
 def _made(call: Call, trade: Trade, step: int, peer: int, subslice: int) -> Tensor:

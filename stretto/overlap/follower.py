@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stretto.overlap.all_reduce import Pending
+from stretto.overlap.pending import Pending
 
 __all__ = ["Follower"]
 

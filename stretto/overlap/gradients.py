@@ -41,8 +41,8 @@ class GradientReducer:
         last: the `nn.Linear` layers, one or several, whose weight gradients are computed row slice by row
             slice: others' rows in the backward, each sent to its owner at once, the own rows in `finish`,
             beside what is still on its way. Take some that backward comes to late, with products as long as
-            sending what comes after them, embeddings included. Each must run once per backward; its input and
-            its output's gradient are kept until `finish`.
+            sending what comes after them, embeddings included. Inputs and outputs' gradients are kept until
+            `finish`.
         units: modules that use the parameters of their submodules without calling them, as
             `nn.MultiheadAttention` does: after `publish` all of a unit's parameters are awaited before its forward.
         sharded: leave each rank the gradient of its own shard, in `owned`, instead of every gradient
@@ -131,6 +131,8 @@ class GradientReducer:
         piece is with its owner, and the parameters' gradients are None again.
         """
         for index in range(len(self._buckets)):
+            if index in self._sliced:
+                self._sliced[index].flush()
             self._launch_up_to(index, whole=True)
         for index, trade in self._traded.items():
             bucket, own = self._buckets[index], self._sliced[index].own()

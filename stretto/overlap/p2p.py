@@ -41,6 +41,7 @@ class Peers:
         self.num_calls = 0
         self.fault = ""
         self.unfinished: list[Transfer] = []
+        """Transfers whose call has ended and that nobody waits for: the next call does."""
         self.records = Records()
         self.choices: dict[Hashable, Choice] = {}
         self.wires: dict[torch.device, Wire] = {}
@@ -234,6 +235,8 @@ class Call:
 
     def finish(self) -> None:
         """Wait for whatever is still in flight, and note what the call did."""
+        self._in_flight += self.peers.unfinished
+        self.peers.unfinished.clear()
         while self._in_flight:
             self.wait(self._in_flight[0])
         if self._record is not None:

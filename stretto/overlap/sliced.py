@@ -53,6 +53,9 @@ class SlicedWeight:
         self.layer, self.accumulating = layer, accumulating
         self._peers, self._launch = peers, launch
         self._kept: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._runs: list[tuple[Tensor, Tensor]] = []
+        self.awaited = 0
+        """How often the forward ran and has not gone backward."""
         layer.forward = self.forward  # type: ignore[method-assign]
 
     @property
@@ -65,16 +68,32 @@ class SlicedWeight:
         weight, bias = self.layer.weight, self.layer.bias
         if not torch.is_grad_enabled() or not weight.requires_grad:
             return F.linear(input, weight, bias)
+        if torch._C._current_graph_task_id() == -1:  # else a recomputation, whose forward was counted
+            self.awaited += 1
         result: Tensor = _SlicedLinear.apply(self, input, weight, bias)
         return result
 
-    def send(self, dy: Tensor, x: Tensor) -> None:
-        """Compute others' rows of the gradient of dy (n, F) and x (n, K), in the order of their owners."""
+    def add(self, dy: Tensor, x: Tensor) -> None:
+        """Take dy (n, F) and x (n, K) of a run; when the last has come, compute others' rows."""
+        self._runs.append((dy, x))
+        self.awaited -= 1
+        if self.awaited <= 0:
+            self.flush()
+
+    def flush(self) -> None:
+        """Compute and send what has come, whether or not more was awaited."""
+        self.awaited = 0
+        if self._runs:
+            runs, self._runs = self._runs, []
+            self._send(*(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*runs)))
+
+    def _send(self, dy: Tensor, x: Tensor) -> None:
+        """Compute others' rows of the gradient, in the order of their owners."""
         rank, world_size = self._peers.rank, self._peers.world_size
         rows: list[Future[Made]] = [Future() for _ in range(world_size)]
         rows[rank].set_result(made(dy.new_empty(self.bucket.slices.sizes[rank])))  # `own` comes in its place
         if self.bucket.launched:
-            raise RuntimeError("a layer that was given as `last` ran twice in one backward")
+            raise RuntimeError("a layer that was given as `last` went backward after its gradient was sent")
         self._kept = (dy, x, self.layer.weight.grad)
         self._launch(lambda peer: rows[peer].result().take())
         try:
@@ -117,8 +136,9 @@ class _SlicedLinear(torch.autograd.Function):
         dw = None
         if ctx.sliced.accumulating():
             dw = dy.t() @ inputs
+            ctx.sliced.awaited -= 1
         else:
-            ctx.sliced.send(dy, inputs)
+            ctx.sliced.add(dy, inputs)
         dx = grads[0] @ weight.to(dy.dtype) if ctx.needs_input_grad[1] else None
         db = dy.sum(0) if ctx.needs_input_grad[3] else None
         return None, dx, dw, db

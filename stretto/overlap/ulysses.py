@@ -6,6 +6,7 @@ it is given. The hazard: the weights are whole on every rank, so their gradients
 part of the sum. Source: DeepSpeed-Ulysses (arXiv 2309.14509); hidden as in CommFuse (arXiv 2604.24013).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,28 +59,68 @@ class Gradients:
     weights: list[Tensor | None]
     biases: list[Tensor | None]
 
-    def gather(self, call: Call, how: How, layout: Layout, grad: Tensor, x: Tensor, weights: list[Tensor]) -> None:
-        """Add what the head groups of the own rows give, as their gradients arrive."""
-        rank, rows, inner = call.peers.rank, layout.rows, x.shape[1]
-        trade = Trade(
-            make=lambda peer, s: grad[rows.rows(peer, s)],
-            room=lambda peer, s: x.new_empty(rows.size(rank, s), inner, layout.width(peer)),
-            sent=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
-            received=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
-            num_subslices=rows.num_subslices,
-            device=x.device,
+    @classmethod
+    def zero(cls, x: Tensor, weights: list[Tensor], needs: tuple[bool, ...]) -> "Gradients":
+        """Nothing added yet; `needs` is said for x, num_weights (never), weights and biases."""
+        needs_w, needs_b = needs[2 : 2 + len(weights)], needs[2 + len(weights) :]
+        return cls(
+            torch.zeros_like(x, dtype=sum_dtype(x.dtype)) if needs[0] else None,
+            [torch.zeros_like(w, dtype=sum_dtype(w.dtype)) if n else None for w, n in zip(weights, needs_w)],
+            [w.new_zeros(len(w), dtype=sum_dtype(w.dtype)) if n else None for w, n in zip(weights, needs_b)],
         )
-        for peer, s, piece in own_first(call, how.header(call, x.dtype), trade, check=how.check):
-            place = rows.local(rank, s)
-            mine = x[place].flatten(0, 1)
-            for (features, columns), weight, dw, db in zip(layout.parts(peer), weights, self.weights, self.biases):
-                part = piece[..., columns].flatten(0, 1)
-                if self.x is not None:
-                    self.x[place] += (part @ weight[features]).view(len(piece), *x.shape[1:])
-                if dw is not None:
-                    dw[features] += part.t() @ mine
-                if db is not None:
-                    db[features] += part.sum(0, dtype=db.dtype)
+
+    def add(self, layout: Layout, peer: int, place: slice, piece: Tensor, x: Tensor, weights: list[Tensor]) -> None:
+        """Add what the gradient of a peer's head group, at some of the own rows, gives."""
+        mine = x[place].flatten(0, 1)
+        for (features, columns), weight, dw, db in zip(layout.parts(peer), weights, self.weights, self.biases):
+            part = piece[..., columns].flatten(0, 1)
+            if self.x is not None:
+                self.x[place] += (part @ weight[features]).view(len(piece), *x.shape[1:])
+            if dw is not None:
+                dw[features] += part.t() @ mine
+            if db is not None:
+                db[features] += part.sum(0, dtype=db.dtype)
+
+    def rounded(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """Of x, num_weights (None), weights and biases, in the inputs' dtype."""
+        dx, *rest = (None if total is None else total.to(dtype) for total in (self.x, *self.weights, *self.biases))
+        return dx, None, *rest
+
+
+def projection(
+    layout: Layout, rank: int, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Tensor
+) -> Trade:
+    """Own rows' features for every rank against its rows' own features, whose place is `out`."""
+    rows, inner = layout.rows, x.shape[1]
+
+    def make(peer: int, s: int) -> Tensor:
+        mine = x[rows.local(rank, s)]
+        made = x.new_empty(len(mine), inner, layout.width(peer))
+        for (features, columns), weight, bias in zip(layout.parts(peer), weights, biases):
+            output(mine, weight[features], None if bias is None else bias[features], made[..., columns])
+        return made
+
+    return Trade(
+        make=make,
+        room=lambda peer, s: out[rows.rows(peer, s)],
+        sent=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
+        received=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
+        num_subslices=rows.num_subslices,
+        device=x.device,
+    )
+
+
+def projection_gradient(layout: Layout, rank: int, grad: Tensor) -> Trade:
+    """The gradient of every rank's rows at own features against that of own rows at its features."""
+    rows, inner = layout.rows, grad.shape[1]
+    return Trade(
+        make=lambda peer, s: grad[rows.rows(peer, s)],
+        room=lambda peer, s: grad.new_empty(rows.size(rank, s), inner, layout.width(peer)),
+        sent=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
+        received=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
+        num_subslices=rows.num_subslices,
+        device=grad.device,
+    )
 
 
 class MatmulAllToAll(torch.autograd.Function):
@@ -93,26 +134,11 @@ class MatmulAllToAll(torch.autograd.Function):
         out = x.new_empty(layout.rows.total, inner, layout.width(rank))
 
         def run(way: How) -> None:
-            rows = layout.rows.cut(way.num_subslices)
-
-            def make(peer: int, s: int) -> Tensor:
-                mine = x[rows.local(rank, s)]
-                made = x.new_empty(len(mine), inner, layout.width(peer))
-                for (features, columns), weight, bias in zip(layout.parts(peer), weights, biases):
-                    output(mine, weight[features], None if bias is None else bias[features], made[..., columns])
-                return made
-
-            trade = Trade(
-                make=make,
-                room=lambda peer, s: out[rows.rows(peer, s)],
-                sent=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
-                received=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
-                num_subslices=rows.num_subslices,
-                device=x.device,
-            )
+            cut = layout.cut(way.num_subslices)
+            trade = projection(cut, rank, x, weights, biases, out)
             for peer, s, piece in own_last(call, way.header(call, x.dtype), trade, check=way.check):
                 if peer == rank:
-                    out[rows.rows(rank, s)] = piece
+                    out[cut.rows.rows(rank, s)] = piece
 
         facts = (x.shape[1:], tuple(f.sizes for f in layout.features), x.dtype)
         with how.peers.resume(call):
@@ -127,24 +153,81 @@ class MatmulAllToAll(torch.autograd.Function):
         """Gradients of others' rows leave; each head group of the own rows is used as it comes, own first."""
         x, *weights = ctx.saved_tensors
         how, layout, grad = ctx.how, ctx.layout, grads[0].contiguous()
-        needs_x, needs_w = ctx.needs_input_grad[3], ctx.needs_input_grad[5 : 5 + len(weights)]
-        needs_b = ctx.needs_input_grad[5 + len(weights) :]
+        rank, needs = how.peers.rank, ctx.needs_input_grad[3:]
         facts = (x.shape[1:], tuple(f.sizes for f in layout.features), x.dtype, tuple(ctx.needs_input_grad))
 
         def run(way: How) -> Gradients:
-            found = Gradients(
-                torch.zeros_like(x, dtype=sum_dtype(x.dtype)) if needs_x else None,
-                [torch.zeros_like(w, dtype=sum_dtype(w.dtype)) if n else None for w, n in zip(weights, needs_w)],
-                [w.new_zeros(len(w), dtype=sum_dtype(w.dtype)) if n else None for w, n in zip(weights, needs_b)],
-            )
-            found.gather(call, way, layout.cut(way.num_subslices), grad, x, weights)
+            found, cut = Gradients.zero(x, weights, needs), layout.cut(way.num_subslices)
+            trade = projection_gradient(cut, rank, grad)
+            for peer, s, piece in own_first(call, way.header(call, x.dtype), trade, check=way.check):
+                found.add(cut, peer, cut.rows.local(rank, s), piece, x, weights)
             return found
 
         with how.peers.call("matmul_all_to_all backward") as call:
             _, sums = tuned(call, how, layout.rows.total, facts, run)
-        dx, dws, dbs = sums.x, sums.weights, sums.biases
-        found = (None if g is None else g.to(x.dtype) for g in (*dws, *dbs))
-        return None, None, None, None if dx is None else dx.to(x.dtype), None, *found
+        return None, None, None, *sums.rounded(x.dtype)
+
+
+def attended(layout: Layout, rank: int, queries: QuerySlices, q: Tensor) -> Trade:
+    """The outputs of own heads for every rank's queries against those of its heads for own queries."""
+    rows, (heads,), batch = layout.rows, layout.features, q.shape[1]
+    return Trade(
+        make=lambda peer, s: queries.output(rows.rows(peer, s)),
+        room=lambda peer, s: q.new_empty(rows.size(rank, s), batch, heads.sizes[peer]),
+        sent=lambda peer: (rows.sizes[peer], batch, heads.sizes[rank]),
+        received=lambda peer: (rows.sizes[rank], batch, heads.sizes[peer]),
+        num_subslices=rows.num_subslices,
+        device=q.device,
+    )
+
+
+def attended_gradient(layout: Layout, rank: int, grad: Tensor, weight: Tensor | None) -> Trade:
+    """The gradient of every rank's heads at own rows against that of own heads at its rows."""
+    rows, (heads,), batch = layout.rows, layout.features, grad.shape[1]
+
+    def make(peer: int, s: int) -> Tensor:
+        mine, columns = grad[rows.local(rank, s)], heads.rows(peer)
+        if weight is None:
+            return mine[..., columns].contiguous()
+        return (mine.flatten(0, 1) @ weight[:, columns]).view(*mine.shape[:2], heads.sizes[peer])
+
+    return Trade(
+        make=make,
+        room=lambda peer, s: grad.new_empty(rows.size(peer, s), batch, heads.sizes[rank]),
+        sent=lambda peer: (rows.sizes[rank], batch, heads.sizes[peer]),
+        received=lambda peer: (rows.sizes[peer], batch, heads.sizes[rank]),
+        num_subslices=rows.num_subslices,
+        device=grad.device,
+    )
+
+
+class Joined:
+    """The head groups of the own rows side by side, times the output projection if there is one, as they come."""
+
+    def __init__(self, layout: Layout, rank: int, like: Tensor, weight: Tensor | None) -> None:
+        (self._heads,), self._rows, self._rank, self._weight = layout.features, layout.rows, rank, weight
+        own, batch = layout.rows.sizes[rank], like.shape[1]
+        self.heads = like.new_empty(own, batch, self._heads.total)
+        """(own rows, batch, all heads' features)."""
+        self._sum = None
+        if weight is not None:
+            self._sum = like.new_zeros(own, batch, len(weight), dtype=sum_dtype(like.dtype))
+
+    def add(self, peer: int, s: int, piece: Tensor) -> None:
+        """Enter a peer's head group at some of the own rows."""
+        place, columns = self._rows.local(self._rank, s), self._heads.rows(peer)
+        self.heads[place, :, columns] = piece
+        if self._weight is not None and self._sum is not None:
+            part = piece.flatten(0, 1) @ self._weight[:, columns].t()
+            self._sum[place] += part.view(*piece.shape[:2], len(self._weight))
+
+    def result(self, bias: Tensor | None) -> Tensor:
+        """What the layer returns."""
+        if self._sum is None:
+            return self.heads
+        if bias is not None:
+            self._sum += bias
+        return self._sum.to(self.heads.dtype)
 
 
 class AttentionAllToAll(torch.autograd.Function):
@@ -164,41 +247,23 @@ class AttentionAllToAll(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         """Others' queries are computed and sent first, own last; head groups are joined as they come."""
-        rank, (heads,) = call.peers.rank, layout.features
-        batch, own = q.shape[1], layout.rows.sizes[call.peers.rank]
-        joined = q.new_empty(own, batch, heads.total)
+        rank, (heads,), batch = call.peers.rank, layout.features, q.shape[1]
 
-        def run(way: How) -> Tensor | None:
-            rows = layout.rows.cut(way.num_subslices)
+        def run(way: How) -> Joined:
+            cut = layout.cut(way.num_subslices)
             queries.forget()
-            trade = Trade(
-                make=lambda peer, s: queries.output(rows.rows(peer, s)),
-                room=lambda peer, s: q.new_empty(rows.size(rank, s), batch, heads.sizes[peer]),
-                sent=lambda peer: (rows.sizes[peer], batch, heads.sizes[rank]),
-                received=lambda peer: (own, batch, heads.sizes[peer]),
-                num_subslices=rows.num_subslices,
-                device=q.device,
-            )
-            y = None
-            if weight is not None:
-                y = q.new_zeros(own, batch, len(weight), dtype=sum_dtype(q.dtype))
+            joined, trade = Joined(cut, rank, q, weight), attended(cut, rank, queries, q)
             for peer, s, piece in own_last(call, way.header(call, q.dtype), trade, check=way.check):
-                place, columns = rows.local(rank, s), heads.rows(peer)
-                joined[place, :, columns] = piece
-                if weight is not None and y is not None:
-                    part = piece.flatten(0, 1) @ weight[:, columns].t()
-                    y[place] += part.view(*piece.shape[:2], len(weight))
-            return y
+                joined.add(peer, s, piece)
+            return joined
 
         facts = (batch, heads.sizes, q.dtype, queries.is_causal, weight is None, how.gradients)
         with how.peers.resume(call):
-            how, y = tuned(call, how, layout.rows.total, facts, run)
+            how, joined = tuned(call, how, layout.rows.total, facts, run)
         layout = layout.cut(how.num_subslices)
-        if y is not None and bias is not None:
-            y += bias
         ctx.how, ctx.layout, ctx.queries = how, layout, queries
-        ctx.save_for_backward(joined if weight is not None else None, weight)
-        return joined if y is None else y.to(q.dtype)
+        ctx.save_for_backward(joined.heads if weight is not None else None, weight)
+        return joined.result(bias)
 
     @staticmethod
     @once_differentiable
@@ -207,22 +272,8 @@ class AttentionAllToAll(torch.autograd.Function):
         joined, weight = ctx.saved_tensors
         how, layout, queries = ctx.how, ctx.layout, ctx.queries
         grad = grads[0].contiguous()
-        rank, rows, (heads,), batch = how.peers.rank, layout.rows, layout.features, grad.shape[1]
-
-        def make(peer: int, s: int) -> Tensor:
-            mine, columns = grad[rows.local(rank, s)], heads.rows(peer)
-            if weight is None:
-                return mine[..., columns].contiguous()
-            return (mine.flatten(0, 1) @ weight[:, columns]).view(*mine.shape[:2], heads.sizes[peer])
-
-        trade = Trade(
-            make=make,
-            room=lambda peer, s: grad.new_empty(rows.size(peer, s), batch, heads.sizes[rank]),
-            sent=lambda peer: (rows.sizes[rank], batch, heads.sizes[peer]),
-            received=lambda peer: (rows.sizes[peer], batch, heads.sizes[rank]),
-            num_subslices=rows.num_subslices,
-            device=grad.device,
-        )
+        rank, rows = how.peers.rank, layout.rows
+        trade = attended_gradient(layout, rank, grad, weight)
         dw = db = None
         with how.peers.call("attention_all_to_all backward") as call:
             call.tuned_as = how.tuned_as

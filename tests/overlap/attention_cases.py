@@ -9,14 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from stretto import overlap
 from stretto.overlap import (
     PeerError,
     attention_all_to_all,
+    attention_all_to_all_start,
     attention_reduce_scatter,
     matmul_all_to_all,
+    matmul_all_to_all_start,
     repeat_kv_heads,
     split_heads,
 )
+from stretto.overlap.p2p import peers_of
 from tests.overlap.matmul_cases import Draw, leaf, part_of, room, same
 
 D = 2
@@ -93,6 +97,14 @@ def options_of(case: dict[str, Any], layer: Layer) -> dict[str, Any]:
     return {**options, "attn_mask": layer.mask, "is_causal": layer.causal}
 
 
+def called(case: dict[str, Any], operation: str) -> Any:
+    """An operation of the library or of the reference, whole or in two halves."""
+    if not case["started"] or case["schedule"] == "reference":
+        return getattr(room(case), operation)
+    start = getattr(overlap, f"{operation}_start")
+    return lambda *args, **options: start(*args, **options).wait()
+
+
 def ulysses(case: dict[str, Any]) -> None:
     group, layer = dist.group.WORLD, Layer(case)
     part, rank, n = part_of(group), dist.get_rank(), dist.get_world_size()
@@ -109,13 +121,13 @@ def ulysses(case: dict[str, Any]) -> None:
     every = [
         [t if i == 0 else repeat_kv_heads(t, layer.kv_heads, n) for i, t in enumerate(ts)] for ts in (weights, biases)
     ]
-    qkv = room(case).matmul_all_to_all(
+    qkv = called(case, "matmul_all_to_all")(
         x, every[0], group, features=features, biases=every[1], sizes=case["rows"], **first
     )
     q, k, v = (t.unflatten(-1, (-1, D)) for t in qkv)
     assert q.shape == (layer.batch, layer.rows, heads[rank], D)
     fused = {"weight": out_weight, "bias": out_bias} if case["fused"] else {}
-    y = room(case).attention_all_to_all(q, k, v, group, heads=heads, sizes=case["rows"], **fused, **options)
+    y = called(case, "attention_all_to_all")(q, k, v, group, heads=heads, sizes=case["rows"], **fused, **options)
     same("y", y, part(layer.y, case["rows"], 1))
     (y * part(layer.load, case["rows"], 1)).sum().backward()
     joined = torch.zeros_like(layer.x)  # some ranks' rows may have no gradient at all
@@ -186,3 +198,84 @@ def frozen_weights() -> None:
     assert torch.isfinite(x.grad).all()
     with pytest.raises(PeerError, match="goes backward once"):
         y.sum().backward()
+
+
+def in_halves(schedule: str, num_subslices: int, checkpointing: bool = False) -> None:
+    """Two exchanges under way at once give, bit for bit, what two whole operations give one after another.
+
+    Forward and backward, with uneven and empty slices; the messages of one leave before the other's are awaited.
+    """
+    group, n = dist.group.WORLD, dist.get_world_size()
+    draw, rows = Draw(5), [(3 * r) % 4 for r in range(1, n + 1)]
+    heads, kv_heads = split_heads(n + 2, n, n + 2)
+    features = [[h * D for h in cut] for cut in (heads, kv_heads, kv_heads)]
+    weights = [leaf(draw(sum(cut), 3)) for cut in features]
+    biases = [leaf(draw(len(weight))) for weight in weights]
+    out_weight, out_bias = leaf(draw(3, sum(features[0]))), leaf(draw(3))
+    halves = [leaf(part_of(group)(draw(2, sum(rows), 3), rows, 1)) for _ in range(2)]
+    options = {"schedule": schedule, "num_subslices": num_subslices, "sizes": rows}
+    attends = {"heads": heads, "weight": out_weight, "bias": out_bias, "is_causal": True, **options}
+    projects = {"features": features, "biases": biases, **options}
+
+    def turned(parts: list[Tensor]) -> list[Tensor]:
+        return [part.unflatten(-1, (-1, D)).sin() for part in parts]
+
+    def one_by_one(*xs: Tensor) -> list[Tensor]:
+        found = []
+        for x in xs:
+            q, k, v = turned(matmul_all_to_all(x, weights, group, **projects))
+            found.append(attention_all_to_all(q, k, v, group, **attends).cos())
+        return found
+
+    def interleaved(*xs: Tensor) -> list[Tensor]:
+        projected = [matmul_all_to_all_start(x, weights, group, **projects) for x in xs]
+        attended = [attention_all_to_all_start(*turned(pending.wait()), group, **attends) for pending in projected]
+        assert attended[0].wait() is attended[0].wait()
+        return [pending.wait().cos() for pending in attended]
+
+    def kept(*xs: Tensor) -> list[Tensor]:
+        return list(checkpoint(interleaved, *xs, use_reentrant=False))
+
+    found = []
+    for layer in (one_by_one, kept if checkpointing else interleaved):
+        ys = [x.detach() * 0 + x for x in halves]
+        for _ in range(2):
+            ys = layer(*ys)
+        sum((scale * y).square().sum() for scale, y in zip((1, 3), ys)).backward()
+        inputs = (*halves, *weights, *biases, out_weight, out_bias)
+        found.append([*(y.detach() for y in ys), *(t.grad for t in inputs)])
+        for tensor in inputs:
+            tensor.grad = None
+    for one, other in zip(*found):
+        assert torch.equal(one, other)
+
+
+def dropped() -> None:
+    """A start that nobody waits for leaves the group usable, and its buffers until the next call."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    x, weight = torch.ones(1, 2, 3), torch.ones(2 * n, 3)
+    for _ in range(2):
+        matmul_all_to_all_start(x, [weight], group, features=[[2] * n])
+        assert bool(peers_of(group).unfinished) == (n > 1)
+    (y,) = matmul_all_to_all(x, [weight], group, features=[[2] * n])
+    assert torch.equal(y, torch.full((1, 2 * n, 2), 3.0))
+    assert not peers_of(group).unfinished
+
+
+def ended_early() -> None:
+    """A recomputation that ends inside a start leaves the group usable and the gradients right."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    draw = Draw(7 + dist.get_rank())
+    x, weight = leaf(draw(1, 2, 3)), leaf(Draw(3)(2 * n, 3))
+
+    def project(x: Tensor) -> Tensor:
+        return matmul_all_to_all_start(x, [weight], group, features=[[2] * n]).wait()[0]
+
+    grads = []
+    for wrapped in (project, lambda x: checkpoint(project, x, use_reentrant=False)):
+        for _ in range(2):
+            wrapped(x).square().sum().backward()
+        grads.append((x.grad, weight.grad))
+        x.grad = weight.grad = None
+    assert all(torch.equal(one, other) for one, other in zip(*grads))
+    assert not peers_of(group).unfinished

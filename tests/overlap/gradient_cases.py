@@ -300,8 +300,11 @@ def misuse() -> None:
     with pytest.raises(ValueError, match="last must be a linear layer"):
         GradientReducer(mine, group, last=nn.Linear(2, 2))
     reducer = GradientReducer(mine, group, last=[mine.first, mine.shared])
-    with pytest.raises(RuntimeError, match="ran twice in one backward"):
-        losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum().backward()
+    twice = [losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum() for _ in range(2)]
+    mine.first.forward.__self__.flush()  # as if each were alone
+    twice[0].backward()
+    with pytest.raises(RuntimeError, match="went backward after its gradient was sent"):
+        twice[1].backward()
     reducer.finish()
     reducer.close()
 

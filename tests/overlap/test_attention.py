@@ -28,6 +28,7 @@ def cases(draw: st.DrawFn, num_ranks: int, fewest_kv_heads: int) -> dict[str, An
         "fused": draw(st.booleans()),
         "causal": draw(st.booleans()),
         "mask": draw(st.sampled_from(["none", "added", "bool", "keys"])),
+        "started": draw(st.booleans()),
         "by_hand": draw(st.booleans()),
         "schedule": draw(st.sampled_from(["direct", "direct", "plain", "auto", "reference"])),
         "num_subslices": draw(st.sampled_from([1, 2, 4])),
@@ -50,6 +51,24 @@ def test_attention_equals_one_process(ranks: Ranks, num_ranks: int, layer: str) 
 
 def test_attention_goes_backward_once_and_needs_no_weight_gradients(ranks: Ranks) -> None:
     ranks.run(3, attention_cases.frozen_weights, group_timeout_s=10)
+
+
+@pytest.mark.parametrize(("schedule", "num_subslices"), [("direct", 1), ("direct", 2), ("plain", 1)])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_exchanges_in_halves_of_a_batch_are_the_whole_ones_bit_for_bit(
+    ranks: Ranks, num_ranks: int, schedule: str, num_subslices: int
+) -> None:
+    ranks.run(num_ranks, attention_cases.in_halves, schedule, num_subslices)
+
+
+def test_exchanges_in_halves_work_under_activation_checkpointing(ranks: Ranks) -> None:
+    ranks.run(3, attention_cases.in_halves, "direct", 1, True)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_start_that_is_dropped_is_waited_for_by_the_next_call(ranks: Ranks, num_ranks: int) -> None:
+    ranks.run(num_ranks, attention_cases.dropped)
+    ranks.run(num_ranks, attention_cases.ended_early)
 
 
 def test_attention_works_under_activation_checkpointing(ranks: Ranks) -> None:

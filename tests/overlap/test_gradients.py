@@ -16,7 +16,7 @@ WORLDS = [1, 2, 3, 4, 5, 8]
 cases = st.fixed_dictionaries(
     {
         "bucket_bytes": st.sampled_from([1, 200, 1 << 20]),
-        "last": st.sampled_from([(), ("first",), ("first", "out")]),
+        "last": st.sampled_from([(), ("first",), ("first", "out"), ("shared",)]),
         "average": st.booleans(),
         "seed": st.integers(0, 99),
     }
