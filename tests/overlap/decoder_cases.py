@@ -3,7 +3,9 @@
 The whole model runs in one process beside it: logits, loss and every gradient must be equal.
 """
 
+import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +24,11 @@ from stretto.overlap import (
     LinearOptions,
     causal_lm_loss,
     parallelize,
+    report,
+    tuning,
     vocab_cross_entropy,
 )
+from stretto.overlap.p2p import Call
 from tests.overlap.matmul_cases import same
 from tests.overlap.module_cases import own_rows
 
@@ -188,6 +193,31 @@ def decoded(family: str, sequence: bool) -> None:
     parallelize(for_generation, plan, dist.group.WORLD, LinearOptions(sequence_parallel=sequence, uneven=True))
     options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(for_generation.generate(ids, **options), whole.generate(ids, **options))
+
+
+def left_plain() -> list[tuple[str, str, int]]:
+    """Decoding a row at a time where trials of overlap take twice as long: what calls of linear layers did."""
+    whole, mine = tiny("llama").eval(), tiny("llama").eval()
+    group = dist.new_group()
+    parallelize(mine, {**LLAMA, "lm_head": "vocab whole"}, group, LinearOptions(uneven=True))
+    ids, caches = tokens(2), [None, None]
+
+    def timed(call: Call, run: Any) -> tuple[float, float]:
+        run()
+        return (1e-3, 5e-4) if run.args[0].schedule == "plain" else (2e-3, 5e-4)
+
+    with torch.no_grad(), warnings.catch_warnings(), mock.patch.object(tuning, "_timed", timed):
+        warnings.simplefilter("ignore")
+        for row in range(2):
+            outputs = [
+                model(ids[:, row : row + 1], past_key_values=cache, use_cache=True)
+                for model, cache in zip((whole, mine), caches)
+            ]
+            caches = [output.past_key_values for output in outputs]
+            same(f"logits of row {row}", outputs[1].logits, outputs[0].logits)
+    records = [(r.operation, r.schedule, r.num_calls) for r in report(group).records]
+    dist.destroy_process_group(group)
+    return [record for record in records if "matmul" in record[0]]
 
 
 def packed_and_masked() -> None:
