@@ -97,7 +97,7 @@ class Way:
     @property
     def pieces(self) -> int:
         """Chunks or sub-slices."""
-        return int(self.name.split()[1]) if " " in self.name else 1
+        return int(self.name.split()[1]) if self.is_slicing else 1
 
     @property
     def is_restructured(self) -> bool:
