@@ -227,13 +227,17 @@ class Model:
 
 
 class TensorParallel(Model):
-    """All tokens everywhere, own features; "tpsp": own rows between layers."""
+    """All tokens everywhere, own features; "tpsp": own rows between layers.
+
+    Without rows of its own every rank has the whole embedding: a sum of looked-up rows has no product beside it.
+    """
 
     def __init__(self, shape: Shape, *, rows: bool) -> None:
         super().__init__(shape)
         self.rows = rows
         self.options = LinearOptions(sequence_parallel=rows, schedule="plain")
-        parallelize(self.llama, LLAMA if rows else LLAMA_TP, dist.group.WORLD, self.options)
+        plan = LLAMA if rows else {name: style for name, style in LLAMA_TP.items() if "embed" not in name}
+        parallelize(self.llama, plan, dist.group.WORLD, self.options)
         with self.restructured():
             if rows:
                 from llm_query_split import use_query_split
