@@ -1,11 +1,13 @@
-"""All benches, one after another, each writing its JSON to bench/results: about an hour and a half, quietly.
+"""Benches, one after another, each writing its JSON to bench/results: about an hour and a half, quietly, for all.
 
-    python -m bench [--quick]
+    python -m bench [NAME ...] [--quick]
 
-One that cannot run here, for want of root or of a GPU, says so and is left out; one that fails fails the whole.
-`python -m bench.page` and `python -m bench.readme` then write what docs and README say.
+`--quick` shows that they run, and writes nothing. One that cannot run here, for want of root or of a GPU, says so and
+is left out; one that fails fails the whole. `python -m bench.page`, `bench.overlap_page` and `bench.readme` then write
+what docs and README say.
 """
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -18,14 +20,22 @@ CANNOT_RUN_HERE = 2
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHES))
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in BENCHES]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is no bench; there are {', '.join(BENCHES)}")
     left_out = []
-    for name, options in BENCHES.items():
+    for name in options.names or BENCHES:
         print(f"\n== {name}", flush=True)
-        if "--quick" not in sys.argv:
-            options = [*options, "--json", f"bench/results/{name}.json"]
+        command = [sys.executable, "-m", f"bench.{name}", *BENCHES[name]]
+        if not options.quick:
+            command += ["--json", f"bench/results/{name}.json"]
         elif name not in WITHOUT_QUICK:
-            options = [*options, "--quick"]
-        ended = subprocess.run([sys.executable, "-m", f"bench.{name}", *options], check=False, cwd=ROOT)
+            command += ["--quick"]
+        ended = subprocess.run(command, check=False, cwd=ROOT)
         if ended.returncode == CANNOT_RUN_HERE:
             left_out.append(name)
         elif ended.returncode:

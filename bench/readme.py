@@ -9,6 +9,8 @@ import json
 import statistics
 from pathlib import Path
 
+from bench.overlap_claims import REAL_OPERATIONS, plain
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench/results"
@@ -22,7 +24,8 @@ def results(folder=RESULTS):
     speed, memory, digits = (
         json.loads((folder / f"{n}.json").read_text()) for n in ("schedules", "memory", "digits")
     )
-    return "\n".join([*_speed(speed), "", *_memory(memory), "", *_digits(digits), ""])
+    parts = [_speed(speed), _memory(memory), _digits(digits), _overlap(folder), _llm(folder)]
+    return "\n".join(line for part in parts if part for line in [*part, ""])
 
 
 def written(readme, folder=RESULTS):
@@ -89,6 +92,50 @@ def _digits(report):
         f"Native's reward curves over the first 10 of {steps:.0f} iterations differ from these by at most "
         f"{difference:.1g}; an iteration takes it {ratio:.2f} times as long (two of eight steps are trained).",
     ]
+    return lines
+
+
+def _overlap(folder):
+    if not (folder / "overlap.json").exists():
+        return []
+    report = json.loads((folder / "overlap.json").read_text())
+    lines = [
+        "Milliseconds of products with their communication, 2 ranks on an emulated link, T_comm = 0.56 T_comp "
+        "([JSON](bench/results/overlap.json), `python -m bench.overlap --emulate`, "
+        "[all of it](docs/overlap-measured.md)); *ideal* computes while as many bytes move that nobody needs:",
+        "",
+        "| | compute alone | ideal | ours | best slicing | plain |",
+        "|---|---|---|---|---|---|",
+    ]
+    for operation in REAL_OPERATIONS:
+        cell = report["cases"].get(f"real, 2 ranks, {operation}, 0.56")
+        if cell:
+            medians = {name: 1e3 * statistics.median(seconds) for name, seconds in cell["seconds"].items()}
+            ours = min(v for n, v in medians.items() if n.startswith("direct") and n[7:].isdigit())
+            slicing = min(v for n, v in medians.items() if n.startswith("slicing"))
+            values = [medians["compute"], medians["ideal"], ours, slicing, medians[plain(cell)]]
+            lines.append(f"| {operation} | " + " | ".join(f"{value:.0f}" for value in values) + " |")
+    return lines
+
+
+def _llm(folder):
+    if not (folder / "llm.json").exists():
+        return []
+    report = json.loads((folder / "llm.json").read_text())
+    lines = [
+        "A Llama on 2 ranks, milliseconds a step, at a link's rate where plain exposes about 0.56 of the compute "
+        "([JSON](bench/results/llm.json), `python -m bench.llm`, [all of it](docs/overlap-measured.md)):",
+        "",
+        "| | ideal | ours | best slicing | plain | of plain - ideal, ours removes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case, result in report["cases"].items():
+        steps = {way: 1e3 * found["step_s"]["value"] for way, found in result["ways"].items()}
+        slicing = min((v for way, v in steps.items() if way.startswith("slicing")), default=float("nan"))
+        share = result["removed_of_plain_minus_ideal"]
+        removed = f"{share['value']:.0%} [{share['low']:.0%}, {share['high']:.0%}]"
+        values = " | ".join(f"{value:.0f}" for value in (steps["ideal"], steps["ours"], slicing, steps["plain"]))
+        lines.append(f"| {case} | {values} | {removed} |")
     return lines
 
 

@@ -76,8 +76,22 @@ def batches(settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
         yield pieces[:, :-1], pieces[:, 1:]
 
 
+def check(settings: Settings) -> None:
+    """`ValueError` for settings that make no model or no step."""
+    for name in ("steps", "batch", "length", "hidden", "layers", "heads", "kv_heads"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(settings, name)} must be at least 1")
+    if settings.hidden % (2 * settings.heads):
+        raise ValueError(f"--hidden {settings.hidden} must be a multiple of twice --heads {settings.heads}")
+    if settings.heads % settings.kv_heads:
+        raise ValueError(f"--heads {settings.heads} must be a multiple of --kv-heads {settings.kv_heads}")
+    if settings.length >= TEXT.stat().st_size:
+        raise ValueError(f"--length {settings.length} is longer than the text, {TEXT.stat().st_size} tokens")
+
+
 def train(settings: Settings, say=lambda line: None) -> list[tuple[float, float]]:
     """Losses and gradient norms of all steps. `ValueError` for settings that do not fit the number of ranks."""
+    check(settings)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if (settings.parallel == "none") != (world_size == 1):
         raise ValueError(f"--parallel {settings.parallel} does not go with {world_size} ranks; see --help")

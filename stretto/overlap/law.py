@@ -61,12 +61,15 @@ class Choice:
     """Of `predicted_s`, what no product hides."""
     why: str = ""
     """Why nothing is overlapped, if nothing is."""
+    overlapped_s: float | None = None
+    """What the best of direct was predicted to take."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.schedule}, num_subslices={self.num_subslices}: {self.predicted_s * 1e3:.3g} ms "
-            f"predicted, plain {self.plain_s * 1e3:.3g} ms"
-        )
+        plain = f"plain {self.plain_s * 1e3:.3g} ms"
+        if self.overlapped_s is None:
+            return f"{self.schedule}, num_subslices={self.num_subslices}; {plain} predicted"
+        direct = f"direct {self.overlapped_s * 1e3:.3g} ms"
+        return f"{self.schedule}, num_subslices={self.num_subslices}; {direct}, {plain} predicted"
 
 
 def choose(
@@ -98,12 +101,14 @@ def choose(
     serial = plain_s(compute_s, communication_s)
     if world_size == 1:
         return Choice("plain", 1, serial, serial, communication_s, "one rank: there is nothing to overlap")
-    best = Choice("plain", 1, serial, serial, communication_s, "the law predicts a loss")
     cut = dict.fromkeys((1, 2, 4), compute_s) if cut_compute_s is None else cut_compute_s
+    best: Choice | None = None
     for m, seconds in sorted(cut.items()):
         messages = communication_s + m * (world_size - 1) * message_s
         predicted = overlapped_s(seconds, messages, world_size, m)
-        enough = best.predicted_s * (1 - MARGIN) if best.schedule == "direct" else best.predicted_s
-        if predicted < enough:
-            best = Choice("direct", m, predicted, serial, predicted - seconds)
-    return best
+        if best is None or predicted < best.predicted_s * (1 - MARGIN):
+            best = Choice("direct", m, predicted, serial, predicted - seconds, overlapped_s=predicted)
+    if best is not None and best.predicted_s < serial:
+        return best
+    direct = None if best is None else best.predicted_s
+    return Choice("plain", 1, serial, serial, communication_s, "the law predicts a loss", direct)

@@ -36,6 +36,11 @@ def match_plan(
 
     `styles` names the styles and the exact classes of module that each is for; (nn.Module,) is any.
     """
+    if not plan:
+        raise ValueError("the plan is empty; name the modules that become parallel, as LLAMA does")
+    wrong = [pattern for pattern in plan if not isinstance(pattern, str)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is no name pattern; a plan maps names of modules to styles")
     full_names = plain_names(module)
     modules = {name: module.get_submodule(full) for name, full in full_names.items()}
     found: list[Match] = []

@@ -92,7 +92,8 @@ def _believed(choice: Choice, totals_s: dict[tuple[str, int], float]) -> Choice:
     if totals_s[choice.schedule, choice.num_subslices] <= plain_s:
         return choice
     why = f"it took {totals_s[choice.schedule, choice.num_subslices] / plain_s:.2f} times as long when it was tried"
-    return Choice("plain", 1, choice.plain_s, choice.plain_s, choice.predicted_exposed_s, why)
+    plain, direct = choice.plain_s, choice.overlapped_s
+    return Choice("plain", 1, plain, plain, choice.predicted_exposed_s, why, direct)
 
 
 def _timed(call: Call, run: Callable[[], object]) -> tuple[float, float]:

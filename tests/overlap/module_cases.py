@@ -265,6 +265,8 @@ def refused_plans() -> None:
         ),
         ({"layers.*.norm": "column"}, "'layers.0.norm' is a LayerNorm, not an nn.Linear"),
         ({"layers.*.up": "diagonal"}, "asks for 'diagonal'"),
+        ({}, "the plan is empty"),
+        ({5: "row"}, "5 is no name pattern"),
         ({"layers.*.up+gate": "row"}, "joins names by"),
         ({"layers.*.up+gote": "column"}, "'layers.0.gote', which is no module"),
     ]:

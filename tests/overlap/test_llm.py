@@ -73,6 +73,20 @@ def test_settings_that_do_not_fit_the_ranks_are_refused(ranks, options, text):
         assert text in message
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"heads": 5}, "--hidden 96 must be a multiple of twice --heads 5"),
+        ({"kv_heads": 3}, "--heads 4 must be a multiple of --kv-heads 3"),
+        ({"batch": 0}, "--batch 0 must be at least 1"),
+        ({"steps": 0}, "--steps 0 must be at least 1"),
+        ({"length": 99999}, "--length 99999 is longer than the text"),
+    ],
+)
+def test_settings_that_make_no_model_are_refused(options, text):
+    assert text in refusal(options)
+
+
 def test_a_wrong_setting_is_one_line_and_exit_code_2():
     command = [sys.executable, EXAMPLES / "llm.py", "--parallel", "dp"]
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
