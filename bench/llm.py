@@ -35,7 +35,7 @@ LEFT_OUT = {"forward": ("slicing 2", "slicing 8"), "dp": ("restructured plain",)
 SHAPES = {
     "tpsp": Shape(2, 512, 1024, 2816, 2, 16, 16, 2048),
     "tp": Shape(4, 256, 1024, 2816, 2, 16, 16, 2048),
-    "up": Shape(4, 384, 768, 2048, 2, 12, 12, 2048),
+    "up": Shape(4, 1024, 512, 1408, 2, 8, 8, 1024),
     "dp": Shape(4, 512, 768, 2048, 2, 12, 12, 2048),
 }
 LEAST_MESSAGE = {"tpsp": 2, "tp": 4, "up": 8, "dp": 8}
