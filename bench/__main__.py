@@ -3,7 +3,7 @@
     python -m bench [NAME ...] [--quick]
 
 `--quick` shows that they run, and writes nothing. One that cannot run here, for want of root or of a GPU, says so and
-is left out; one that fails fails the whole. `python -m bench.page`, `bench.overlap_page` and `bench.readme` then write
+is left out; one that fails fails the whole. Then `python -m bench.page`, `bench.overlap_page`, `bench.readme` write
 what docs and README say.
 """
 

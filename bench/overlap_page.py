@@ -127,8 +127,13 @@ def _llm(llm):
 
 
 def _decoding(llm):
-    found = llm.get("decoding")
-    return [f"\nDecoding with a cache, one row on 2 ranks: {found['told']}"] if found else []
+    found = llm.get("decode")
+    if not found:
+        return []
+    told = "; ".join(
+        f"{way} {1e3 * row['s_per_token']:.0f} ms a token, calls {row['calls']}" for way, row in found.items()
+    )
+    return [f"\nDecoding with a cache, one row a step on 2 ranks: {told}."]
 
 
 def _sums(sums):
