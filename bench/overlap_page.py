@@ -68,7 +68,8 @@ def _claims(overlap, llm):
         if real:
             met = sum(c["met"] for c in real)
             least, most = min(c["value"] for c in real), max(c["value"] for c in real)
-            here = f"real products, 2 ranks: {least:.0%} to {most:.0%} of plain - ideal, {met} of {len(real)} intervals reach 95 %"
+            share = f"{least:.0%} to {most:.0%} of plain - ideal"
+            here = f"real products, 2 ranks: {share}, {met} of {len(real)} intervals reach 95 %"
             rows.append(f"| the same with real products | {here} | ")
         sliced = next((c for c in overlap["claims"] if c["what"].startswith("ours / the best slicing")), None)
         if sliced:
