@@ -24,7 +24,7 @@ from stretto.overlap.buckets import Bucket, in_buckets, in_order_of_use, local, 
 from stretto.overlap.late_sums import LateSums, as_rows
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import peers_of
-from stretto.overlap.sliced import SlicedWeight, check_sliced
+from stretto.overlap.sliced import SlicedWeight, sliced_layers
 from stretto.overlap.streams import Made, Worker, made
 
 __all__ = ["GradientReducer"]
@@ -84,8 +84,7 @@ class GradientReducer:
         parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise ValueError("the module has no parameter that needs a gradient")
-        layers = [last] if isinstance(last, nn.Module) else list(last)
-        check_sliced(module, layers)
+        layers = sliced_layers(module, last)
         rest = [p for p in reversed(parameters) if not any(p is layer.weight for layer in layers)]
         self._buckets = in_buckets(rest, bucket_bytes, self._peers.world_size)
         self._sliced: dict[int, SlicedWeight] = {}
@@ -101,9 +100,8 @@ class GradientReducer:
             for bucket in self._buckets[: len(self._buckets) - len(layers)]  # a sliced weight leaves by itself
             for index, p in enumerate(bucket.parameters)
         ]
-        whole = {id(unit) for unit in units}
         for m in module.modules():
-            recurse = id(m) in whole or isinstance(m, nn.MultiheadAttention)
+            recurse = any(m is unit for unit in units) or isinstance(m, nn.MultiheadAttention)
             self._handles.append(m.register_forward_pre_hook(partial(self._await_parameters, recurse)))
             self._handles.append(m.register_state_dict_pre_hook(partial(self._await_parameters, False)))
         self._thread = Worker("stretto gradients")

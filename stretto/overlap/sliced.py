@@ -21,13 +21,14 @@ from stretto.overlap.p2p import Peers
 from stretto.overlap.routes import Slices, route, slice_sizes
 from stretto.overlap.streams import Made, made
 
-__all__ = ["SlicedWeight", "check_sliced"]
+__all__ = ["SlicedWeight", "sliced_layers"]
 
 Launch = Callable[[Callable[[int], Tensor]], None]
 
 
-def check_sliced(module: nn.Module, layers: Sequence[nn.Linear]) -> None:
-    """`ValueError` unless the layers are the module's, and nothing else in it has their weights."""
+def sliced_layers(module: nn.Module, last: nn.Linear | Sequence[nn.Linear]) -> list[nn.Linear]:
+    """`last` as a list; `ValueError` unless they are the module's, and nothing else in it has their weights."""
+    layers = [last] if isinstance(last, nn.Module) else list(last)
     if not all(any(m is layer for m in module.modules()) for layer in layers):
         raise ValueError("last must be a linear layer of the module, or several of them")
     everything = list(module.named_parameters(remove_duplicate=False))
@@ -37,6 +38,7 @@ def check_sliced(module: nn.Module, layers: Sequence[nn.Linear]) -> None:
             raise ValueError(
                 f"{' and '.join(names)} are one parameter; a layer given as `last` must not share its own"
             )
+    return layers
 
 
 class SlicedWeight:
