@@ -144,8 +144,8 @@ class Scatter:
     other at every step; the last are awaited in `result`, so that the caller has until then for other
     products. On the ring running sums travel, and are rounded to the dtype on the wire at every hop.
 
-    Buffers are the sum of the own slice and what is sent and received: one slice each on the ring, `window`
-    slices and a sub-slice each when direct.
+    Buffers are the sum of the own slice, the own partial, which waits for `result`, and what is sent and received:
+    one slice each on the ring, `window` slices and a sub-slice each when direct.
     """
 
     def __init__(
