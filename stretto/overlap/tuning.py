@@ -4,7 +4,7 @@ The first call of a shape runs its loop a few times in every way that may be cho
 messages' seconds, the greatest over ranks, go into the law, and its choice is kept with the group. The hazard: every
 rank must come to the same choice at the same call. So a choice is kept by facts that are equal on all ranks (never by
 a rank's own number of features), and what was measured is exchanged before it is used. The law knows no price of a
-message, so its choice must also have been faster than plain when it was tried: so decoding stays plain. On CUDA
+message, so its choice must also have been faster than plain when it was tried: few rows often are not. On CUDA
 seconds are those of the device's stream, which waits while the host does not. Source: the law of this library.
 """
 
