@@ -317,7 +317,7 @@ class Replicated(Model):
 
     def rest(self) -> None:
         if self.reducer is not None:
-            self.reducer._receive(list(self.reducer._published))
+            self.reducer._published.receive()
 
 
 class DataParallel(Replicated):

@@ -1,10 +1,21 @@
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from stretto.models import load_adapter
 from tests import tiny
+from tests.ranks import Ranks
 
 SIZES = {"flux": {"height": 16, "width": 24}, "wan": {"height": 32, "width": 48, "frames": 9}}
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """The pool of spawned gloo ranks of the whole suite."""
+    pool = Ranks()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

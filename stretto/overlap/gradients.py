@@ -4,33 +4,32 @@
 weight gradients of some layers are computed slice by slice for their owners, and the own slices, which need no
 message, when backward is over: so something is left to compute while the last messages travel, an embedding's
 among them. Shards of parameters are published behind the next forward. With `late_bound` the pieces
-are kept as they came and weighted when the weights are known. The hazard: the group must be the reducer's
-own, and `finish` must follow every backward, also one that failed. Source: the data-parallel row of this
-library's schedules; "late-bound reduction".
+are kept as they came and weighted when the weights are known; until then nobody waits for them. The hazard: the
+group must be the reducer's own, and `finish` must follow every backward, also one that failed.
+Source: the data-parallel row of this library's schedules; "late-bound reduction".
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.overlap import tracing
-from stretto.overlap.buckets import Bucket, in_buckets, in_order_of_use, local, spread, sum_in_order, trade_pieces
-from stretto.overlap.late_sums import LateSums, as_rows
+from stretto.overlap.buckets import Bucket, in_buckets, spread, sum_in_order, trade_pieces
+from stretto.overlap.late_sums import LateBound, LateSums, as_rows
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import peers_of
+from stretto.overlap.published import Published
 from stretto.overlap.sliced import SlicedWeight, sliced_layers
 from stretto.overlap.streams import Made, Worker, made
 
 __all__ = ["GradientReducer"]
 
 
-class GradientReducer:
+class GradientReducer(LateBound):
     """Reduces a module's gradients over a group while backward makes them.
 
     Args:
@@ -42,7 +41,7 @@ class GradientReducer:
             slice: others' rows in the backward, each sent to its owner at once, the own rows in `finish`,
             beside what is still on its way. Take some that backward comes to late, with products as long as
             sending what comes after them, embeddings included. Inputs and outputs' gradients are kept until
-            `finish`.
+            `finish`. They leave in the order of backward, so then no rank may go without one.
         units: modules that use the parameters of their submodules without calling them, as
             `nn.MultiheadAttention` does: after `publish` all of a unit's parameters are awaited before its forward.
         sharded: leave each rank the gradient of its own shard, in `owned`, instead of every gradient
@@ -57,12 +56,14 @@ class GradientReducer:
         owned: sharded only: one flat parameter a bucket, in float32 (float64 for float64), holding this
             rank's shard and, after `finish` (`deliver` if late-bound), its gradient. An optimizer takes
             these; `publish` sends them to everyone. Load a checkpoint before the reducer is made.
+        num_sent: bucket reductions begun so far.
         exposed_s: seconds in which this rank did nothing but wait for gradients or parameters.
 
     Raises:
         ValueError: for a module without trainable parameters, or a `last` that is not one of its linear
             layers or shares its weight.
-        PeerError: from `finish`, `deliver` and the forward after `publish`, if ranks disagree or one is gone.
+        PeerError: from `finish` (late-bound: `settle`, `fold`), `deliver` and the forward after `publish`, if ranks
+            disagree or one is gone.
     """
 
     def __init__(
@@ -93,99 +94,88 @@ class GradientReducer:
             launch = partial(self._launch, number)
             self._sliced[number] = SlicedWeight(layer, self._peers, launch, lambda: self._accumulating)
             self._buckets.append(self._sliced[number].bucket)
-        self._by_use = in_order_of_use(self._buckets, parameters)
         self.owned = [self._owned_shard(bucket) for bucket in self._buckets] if sharded else []
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
             for bucket in self._buckets[: len(self._buckets) - len(layers)]  # a sliced weight leaves by itself
             for index, p in enumerate(bucket.parameters)
         ]
-        for m in module.modules():
-            recurse = any(m is unit for unit in units) or isinstance(m, nn.MultiheadAttention)
-            self._handles.append(m.register_forward_pre_hook(partial(self._await_parameters, recurse)))
-            self._handles.append(m.register_state_dict_pre_hook(partial(self._await_parameters, False)))
+        self._published = Published(module, self._buckets, units, self._awaited)
         self._thread = Worker("stretto gradients")
-        self.exposed_s = 0.0
+        self._parameters = parameters
+        self.exposed_s, self.num_sent = 0.0, 0
         self._traded: dict[int, Future[Made]] = {}
         self._accumulating = False
-        self._pieces: list[list[Future[Made]]] = [[] for _ in self._buckets]
-        self._late = LateSums(len(self._buckets))
-        self._published: dict[int, Future[Made]] = {}
-        self._bucket_of = {id(p): index for index, b in enumerate(self._buckets) for p in b.parameters}
+        self._results: dict[int, Future[Made]] = {}
+        self._late = LateSums(len(self._buckets), self._awaited)
+        self._beside: list[Tensor | None] = [None] * len(parameters)
+
+    @property
+    def world_size(self) -> int:
+        """Of the group: as many weights has a backward."""
+        return self._peers.world_size
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Within, backwards only add to the local gradients; the next one outside sends the sum."""
-        self._accumulating = True
+        before, self._accumulating = self._accumulating, True
         try:
             yield
         finally:
-            self._accumulating = False
+            self._accumulating = before
 
-    def finish(self) -> None:
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within, backwards add to local gradients of their own, which `finish(aside=True)` sends.
+
+        For a term of the loss that is worth something else, as a KL term is. `.grad` is left alone.
+        """
+        awaited = {number: sliced.awaited for number, sliced in self._sliced.items()}
+        self._swap()
+        try:
+            with self.accumulate():
+                yield
+        finally:
+            self._swap()
+            for number, sliced in self._sliced.items():
+                sliced.awaited = awaited[number]  # one forward may go backward twice
+
+    def finish(self, *, aside: bool = False) -> None:
         """End a backward: send what it left (no gradient counts as zero) and wait for the rest.
 
-        Then every gradient (or the own shards') is the sum or the average over ranks; with `late_bound` every
-        piece is with its owner, and the parameters' gradients are None again.
+        Then every gradient (or the own shards') is the sum or the average over ranks. With `late_bound` nothing
+        is awaited: pieces go on travelling until `settle` or `fold` asks for them, and the parameters' gradients
+        are None again. `aside`, late-bound only: send what backwards in `aside()` left instead.
         """
-        for index in range(len(self._buckets)):
-            if index in self._sliced:
-                self._sliced[index].flush()
-            self._launch_up_to(index, whole=True)
-        for index, trade in self._traded.items():
-            bucket, own = self._buckets[index], self._sliced[index].own()
-            mine = None if own is None else made(own)
-            self._pieces[index].append(self._thread.submit(bucket.device, self._complete, bucket, trade, mine))
-        self._traded.clear()
-        for bucket in self._buckets:
-            bucket.ready.clear()
-            bucket.launched = False
-        results = [self._awaited(pieces[-1]) for pieces in self._pieces]
+        if aside and not self._late_bound:
+            raise ValueError("only with late_bound=True have gradients aside a reduction of their own")
+        if aside:
+            self._swap()
+        self._launch_all()
+        if aside:
+            self._swap()
         if self._late_bound:
             return
-        self._pieces = [[] for _ in self._buckets]
-        for index, (bucket, result) in enumerate(zip(self._buckets, results)):
+        for index, bucket in enumerate(self._buckets):
+            result = self._awaited(self._results.pop(index))
             if self.owned:
                 self.owned[index].grad = result
                 bucket.drop_gradients()
             else:
                 bucket.write_gradients(result)
 
-    def settle(self, weight: Tensor) -> None:
-        """Give the pieces their weights and add them to the own shards' gradients; nothing is sent.
+    def reset(self) -> None:
+        """Forget what waits and what was folded or begun; what was settled stays. Late-bound only.
 
-        Args:
-            weight: (world_size,) for the last backward, or (num_backwards, world_size) for all since the last
-                `settle`: what each rank's piece is worth. The same on every rank.
-
-        Each own shard is one float32 (float64 for float64) matrix-vector product over pieces.
+        Nothing is called back: what is on its way arrives and is dropped, and of a backward that was not ended
+        the rest is sent. So every rank must do it, at the same place.
         """
-        weights = as_rows(weight, self._peers.world_size)
-        self._expect_rounds(len(weights))
-        for index, pieces in enumerate(self._pieces):
-            for row, future in zip(weights, pieces):
-                self._late.settle(index, row, self._awaited(future))
-        self._pieces = [[] for _ in self._buckets]
-
-    def fold(self, weights: Tensor) -> None:
-        """Fold the last backward's pieces into running sums, one for each row of `weights`, and drop them.
-
-        Args:
-            weights: (num_sums, world_size), as many until `combine`. With rows 1 and reward - c the two sums are
-                those from which a normalised advantage is formed at the end.
-        """
-        weights = as_rows(weights, self._peers.world_size)
-        self._expect_rounds(1)
-        self._late.expect_sums(len(weights))
-        self._late.fold(weights, [self._awaited(futures.pop()) for futures in self._pieces])
-
-    def combine(self, coefficients: Tensor) -> None:
-        """Add the combination of the running sums to the own shards' gradients, and start new sums.
-
-        Args:
-            coefficients: (num_sums,), for instance (-mean / std, 1 / std).
-        """
-        self._late.combine(coefficients)
+        if any(bucket.launched for bucket in self._buckets):
+            self._launch_all()
+        self._late.forget()
+        self._beside = [None] * len(self._parameters)
+        for bucket in self._buckets:
+            bucket.drop_gradients()
 
     def deliver(self) -> None:
         """End the settling: the own shards' gradients become those of `owned`, or every rank's parameters'.
@@ -209,23 +199,20 @@ class GradientReducer:
         """
         if not self.owned:
             raise ValueError("this rank owns no parameters to publish; make the reducer with sharded=True")
-        for index in self._by_use:
-            bucket, owned = self._buckets[index], made(self.owned[index].detach().clone())
-            shards = self._thread.submit(bucket.device, spread, self._peers, bucket, owned, check=self._check)
-            self._published[index] = shards
+        self._published.send(self.owned, self._thread, self._peers, check=self._check)
         if wait:
-            self._receive(list(self._published))
+            self._published.receive()
 
     def close(self) -> None:
         """Give the module back as it was, whatever became of the group; again it does nothing."""
         try:
-            self._receive(list(self._published))
+            self._published.receive()
         finally:
+            self._published.forget()
             for handle in self._handles:
                 handle.remove()
             for sliced in self._sliced.values():
                 sliced.layer.__dict__.pop("forward", None)
-            self._published.clear()
             self._thread.shutdown()
 
     def _awaited(self, future: "Future[Made]") -> Tensor:
@@ -262,13 +249,14 @@ class GradientReducer:
     def _launch(self, number: int, make: Callable[[int], Tensor]) -> None:
         bucket = self._buckets[number]
         bucket.launched = True
+        self.num_sent += 1
         if self._late_bound:
             bucket.drop_gradients()
         trade = self._thread.submit(bucket.device, trade_pieces, self._peers, bucket, make, check=self._check)
         if number in self._sliced and self._sliced[number].waits:
             self._traded[number] = trade
         else:
-            self._pieces[number].append(self._thread.submit(bucket.device, self._complete, bucket, trade, None))
+            self._keep(number, self._thread.submit(bucket.device, self._complete, bucket, trade, None))
 
     def _complete(self, bucket: Bucket, trade: "Future[Made]", own: Tensor | None) -> Tensor:
         """In the thread: pieces (world_size, own elements); or the own sum; or every sum, flat."""
@@ -280,21 +268,33 @@ class GradientReducer:
         shard = sum_in_order(pieces, self._peers.rank).mul_(self._scale)
         return shard if self.owned else spread(self._peers, bucket, shard, check=self._check)
 
-    def _expect_rounds(self, num_rounds: int) -> None:
+    def _keep(self, number: int, pieces: "Future[Made]") -> None:
+        if self._late_bound:
+            self._late.add(number, pieces)
+        else:
+            self._results[number] = pieces
+
+    def _launch_all(self) -> None:
+        """Send every bucket that has not left; compute the own rows of sliced weights meanwhile."""
+        for index in range(len(self._buckets)):
+            if index in self._sliced:
+                self._sliced[index].flush()
+            self._launch_up_to(index, whole=True)
+        for index, trade in self._traded.items():
+            bucket, own = self._buckets[index], self._sliced[index].own()
+            mine = None if own is None else made(own)
+            self._keep(index, self._thread.submit(bucket.device, self._complete, bucket, trade, mine))
+        self._traded.clear()
+        for bucket in self._buckets:
+            bucket.ready.clear()
+            bucket.launched = False
+
+    def _swap(self) -> None:
+        """Exchange the parameters' gradients with those beside them."""
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad, self._beside[index] = self._beside[index], parameter.grad
+
+    def _columns(self, weights: Tensor) -> Tensor:
         if not self._late_bound:
             raise ValueError("the gradients are summed already; make the reducer with late_bound=True")
-        waiting = {len(pieces) for pieces in self._pieces}
-        if waiting != {num_rounds}:
-            raise ValueError(f"weights for {num_rounds} backwards, but the pieces of {waiting} are waiting")
-
-    def _await_parameters(self, recurse: bool, module: nn.Module, *_: Any) -> None:
-        if self._published:
-            mine = {self._bucket_of.get(id(p)) for p in module.parameters(recurse=recurse)}
-            self._receive([index for index in list(self._published) if index in mine])
-
-    def _receive(self, indices: list[int]) -> None:
-        for index in indices:
-            bucket, flat = self._buckets[index], self._awaited(self._published.pop(index))
-            with torch.no_grad():
-                for parameter, part in zip(bucket.parameters, bucket.parts(flat)):
-                    local(parameter).copy_(part)
+        return as_rows(weights, self.world_size)

@@ -171,6 +171,7 @@ def late_bound(case: dict[str, Any]) -> None:
     for q in range(2):
         (weights[q] * losses(whole, inputs[q])).sum().backward()
     compare(mine, whole)
+    assert reducer.num_sent == 2 * len(reducer._buckets)
     for model in (mine, whole):
         model.zero_grad()
     for q in range(2):
@@ -180,7 +181,44 @@ def late_bound(case: dict[str, Any]) -> None:
         (weights[q] * losses(whole, inputs[q])).sum().backward()
     reducer.deliver()
     compare(mine, whole, "settled one by one")
+    for model in (mine, whole):
+        model.zero_grad()
+    aside_and_idle(case, mine, whole, reducer, draw)
     reducer.close()
+
+
+def aside_and_idle(case: dict[str, Any], mine: Model, whole: Model, reducer: GradientReducer, draw: Draw) -> None:
+    """A term of the loss leaves apart, behind folds; without `last`, odd ranks have no backward in one round."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    inputs, weights, other = draw(2, n, 4, 3), draw(3, 2, n), draw(n)
+    ran = torch.ones(2, n, dtype=torch.float64)
+    if not case["last"]:
+        ran[1, 1::2] = 0
+    dropped = losses(mine, inputs[0, rank : rank + 1]).sum()
+    dropped.backward()
+    reducer.finish()
+    reducer.reset()
+    for q in range(2):
+        if ran[q, rank]:
+            with reducer.accumulate():
+                (0.25 * losses(mine, inputs[q, rank : rank + 1]).sum()).backward()
+            loss = losses(mine, inputs[q, rank : rank + 1]).sum()
+            (0.75 * loss).backward(retain_graph=True)
+            with reducer.aside():
+                (loss * loss).backward()
+        reducer.finish()
+        assert all(parameter.grad is None for parameter in mine.parameters())
+    reducer.finish(aside=True)
+    assert all(parameter.grad is None for parameter in mine.parameters())
+    for q in range(2):
+        reducer.fold(weights[:2, q])
+    reducer.combine(torch.tensor([0.5, -2.0]))
+    reducer.settle(other)
+    reducer.deliver()
+    for q in range(2):
+        loss = losses(whole, inputs[q])
+        (ran[q] * ((0.5 * weights[0, q] - 2 * weights[1, q]) * loss + other * loss * loss)).sum().backward()
+    compare(mine, whole, "folded, and a term aside")
 
 
 def two_sums(case: dict[str, Any]) -> None:
@@ -264,6 +302,10 @@ def misuse() -> None:
     reducer = GradientReducer(mine, group)
     with pytest.raises(ValueError, match="late_bound=True"):
         reducer.settle(torch.ones(n))
+    with pytest.raises(ValueError, match="late_bound=True"):
+        reducer.fold(torch.ones(1, n))
+    with pytest.raises(ValueError, match="late_bound=True"):
+        reducer.finish(aside=True)
     with pytest.raises(ValueError, match="sharded=True"):
         reducer.publish()
     reducer.close()
@@ -289,6 +331,8 @@ def misuse() -> None:
     with pytest.raises(ValueError, match=r"coefficients of shape \(3,\) must be \(2,\)"):
         reducer.combine(torch.ones(3))
     reducer.fold(torch.ones(2, n))
+    with pytest.raises(ValueError, match="nothing is waiting to be folded"):
+        reducer.fold(torch.ones(2, n))
     reducer.close()
     mine.zero_grad()
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -394,6 +438,27 @@ def different_models() -> tuple[str, str]:
     finally:
         reducer.close()
     return "", ""
+
+
+def blocked_in_finish(late_bound: bool) -> float:
+    """Seconds blocked in `finish` where the messages take 200 ms."""
+    mine, _ = models()
+    reducer = GradientReducer(mine, dist.group.WORLD, late_bound=late_bound)
+    trade = gradients.trade_pieces
+
+    def late(*args: Any, **kwargs: Any) -> Tensor:
+        time.sleep(0.2)
+        return trade(*args, **kwargs)
+
+    with mock.patch.object(gradients, "trade_pieces", late):
+        losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum().backward()
+        start = time.perf_counter()
+        reducer.finish()
+        blocked = time.perf_counter() - start
+    if late_bound:
+        reducer.settle(torch.ones(dist.get_world_size()))
+    reducer.close()
+    return blocked
 
 
 def exposed_on_a_slow_link(sliced: bool) -> float:

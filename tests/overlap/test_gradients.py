@@ -60,6 +60,11 @@ def test_ranks_with_different_models_are_told_so(ranks: Ranks) -> None:
         assert "'shape'" in text
 
 
+def test_late_bound_gradients_are_not_awaited_before_their_weights_come(ranks: Ranks) -> None:
+    assert min(ranks.run(2, gradient_cases.blocked_in_finish, False)) > 0.15
+    assert max(ranks.run(2, gradient_cases.blocked_in_finish, True)) < 0.1
+
+
 def test_requests_out_of_order_are_refused(ranks: Ranks) -> None:
     ranks.run(2, gradient_cases.misuse)
 

@@ -1,0 +1,69 @@
+"""Parameters of which every rank owns a shard, sent to everyone behind the next forward.
+
+Each module waits for its own before its forward, and a state dict for those that it holds. The hazard is a module
+that reads a submodule's parameters without calling it: name it as a unit. Source: ZeRO-1; this library's direct
+gather.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.overlap.buckets import Bucket, in_order_of_use, local, spread
+from stretto.overlap.p2p import Peers
+from stretto.overlap.streams import Made, Worker, made
+
+__all__ = ["Published"]
+
+
+class Published:
+    """The parameters of `buckets` on their way; `awaited(future)` gives what a future holds once it is there."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buckets: Sequence[Bucket],
+        units: Sequence[nn.Module],
+        awaited: Callable[["Future[Made]"], Tensor],
+    ) -> None:
+        self._buckets, self._awaited = buckets, awaited
+        self._by_use = in_order_of_use(buckets, [p for p in module.parameters() if p.requires_grad])
+        self._bucket_of = {id(p): index for index, b in enumerate(buckets) for p in b.parameters}
+        self._arriving: dict[int, Future[Made]] = {}
+        self.handles: list[Any] = []
+        for m in module.modules():
+            recurse = any(m is unit for unit in units) or isinstance(m, nn.MultiheadAttention)
+            self.handles.append(m.register_forward_pre_hook(partial(self._before, recurse)))
+            self.handles.append(m.register_state_dict_pre_hook(partial(self._before, False)))
+
+    def send(self, owned: Sequence[Tensor], thread: Worker, peers: Peers, *, check: bool) -> None:
+        """Start to send every bucket's own shard, the first layers' first."""
+        for index in self._by_use:
+            bucket, shard = self._buckets[index], made(owned[index].detach().clone())
+            self._arriving[index] = thread.submit(bucket.device, spread, peers, bucket, shard, check=check)
+
+    def receive(self) -> None:
+        """Wait for all."""
+        self._receive(list(self._arriving))
+
+    def forget(self) -> None:
+        """Wait for none, from now on."""
+        for handle in self.handles:
+            handle.remove()
+        self._arriving.clear()
+
+    def _before(self, recurse: bool, module: nn.Module, *_: Any) -> None:
+        if self._arriving:
+            mine = {self._bucket_of.get(id(p)) for p in module.parameters(recurse=recurse)}
+            self._receive([index for index in list(self._arriving) if index in mine])
+
+    def _receive(self, indices: list[int]) -> None:
+        for index in indices:
+            bucket, flat = self._buckets[index], self._awaited(self._arriving.pop(index))
+            with torch.no_grad():
+                for parameter, part in zip(bucket.parameters, bucket.parts(flat)):
+                    local(parameter).copy_(part)
