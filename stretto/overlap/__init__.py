@@ -19,14 +19,16 @@ from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.modules import ColumnLinear, LinearOptions, RowLinear
 from stretto.overlap.p2p import report
 from stretto.overlap.pending import Pending
-from stretto.overlap.plans import OverlapColwise, OverlapRowwise, parallelize
+from stretto.overlap.plans import parallelize
 from stretto.overlap.records import OverlapWarning, Report
 from stretto.overlap.shipped import LLAMA, LLAMA_TP, QWEN2, QWEN2_TP, QWEN3, QWEN3_TP
-from stretto.overlap.shipped_diffusion import FLUX_TP, WAN_I2V_TP, WAN_TP
+from stretto.overlap.shipped_diffusion import FLUX, FLUX_TP, WAN, WAN_I2V, WAN_I2V_TP, WAN_TP
+from stretto.overlap.torch_styles import OverlapColwise, OverlapRowwise
 from stretto.overlap.tracing import Trace, trace
 from stretto.overlap.weights import weight_gather_matmul
 
 __all__ = [
+    "FLUX",
     "FLUX_TP",
     "LLAMA",
     "LLAMA_TP",
@@ -34,6 +36,8 @@ __all__ = [
     "QWEN2_TP",
     "QWEN3",
     "QWEN3_TP",
+    "WAN",
+    "WAN_I2V",
     "WAN_I2V_TP",
     "WAN_TP",
     "ColumnLinear",

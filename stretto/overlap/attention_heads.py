@@ -3,19 +3,24 @@
 Nothing in the module's code changes. Its column layers (queries, keys, values) give each rank whole heads,
 the attributes from which it reads how many are set to the rank's own, and with sequence sharding its input,
 a plain tensor of own rows, is announced with the shape of all rows. The hazard: a model that keeps a head
-count under a name not listed here. Source: Megatron-LM's tensor parallelism for the layout.
+count, or positions of rows that lie side by side, under a name not listed here. Source: Megatron-LM's tensor
+parallelism for the layout.
 """
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from stretto.overlap.heads import HeadCut, cut_heads
 from stretto.overlap.inputs import outside_of_graphs
 from stretto.overlap.modules import ColumnLinear, LinearOptions
-from stretto.overlap.rows import announce
+from stretto.overlap.row_counts import Rows
+from stretto.overlap.rows import announce, as_part_of
 from stretto.overlap.shared_rows import SharedRows
 
 __all__ = ["AttentionHeads", "read_heads"]
@@ -26,6 +31,7 @@ _COUNTS = {
     "groups": ("num_key_value_groups", "num_kv_groups"),
 }
 _DROPOUT = ("attention_dropout", "attn_dropout", "dropout_p")
+_POSITIONS = ("image_rotary_emb", "rotary_emb", "position_embeddings")
 _INPUT = ("hidden_states", "x", "input", "query")
 
 
@@ -38,8 +44,8 @@ class AttentionHeads:
     head_dim: int
     columns: tuple[str, ...]
 
-    def apply(self, root: nn.Module, mesh: DeviceMesh, options: LinearOptions) -> None:
-        """Set head counts and shared heads; the module's layers are parallel already."""
+    def apply(self, root: nn.Module, mesh: DeviceMesh, options: LinearOptions, inputs: Sequence[Rows] = ()) -> None:
+        """Set head counts and shared heads; the layers are parallel already. `inputs`: whose rows it is given."""
         module, cut, rank = root.get_submodule(self.name), self.cut, mesh.get_local_rank()
         own = {"heads": cut.heads, "kv_heads": len(cut.kv_heads(rank)), "groups": cut.group}
         for kind, names in _COUNTS.items():
@@ -51,7 +57,9 @@ class AttentionHeads:
             assert isinstance(layer, ColumnLinear)
             if cut.shares and layer.out_features == cut.num_kv_heads * self.head_dim:
                 layer.used_rows = SharedRows(cut, self.head_dim)
-        if options.sequence_parallel:
+        if options.sequence_parallel and inputs:
+            module.register_forward_pre_hook(_Knowing(mesh, inputs, module), with_kwargs=True)
+        elif options.sequence_parallel:
             module.register_forward_pre_hook(_Announcing(mesh, options.uneven), with_kwargs=True)
 
 
@@ -114,6 +122,45 @@ class _Announcing:
             return args, kwargs
         _check_positions(x.shape[-2], kwargs)
         return args, kwargs
+
+
+class _Knowing:
+    """Before an attention's forward: its first inputs' shapes become those of all rows, where these are known.
+
+    Rows of several sequences, side by side, stay plain, so that a layer beside the attention may share its
+    gather; positions of all rows are put in the order of gathered ones.
+    """
+
+    def __init__(self, mesh: DeviceMesh, inputs: Sequence[Rows], module: nn.Module) -> None:
+        self.mesh, self.inputs = mesh, tuple(inputs)
+        self.names = tuple(inspect.signature(module.forward).parameters)
+
+    @outside_of_graphs
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given = {**dict(zip(self.names, args)), **kwargs}
+        for name, rows in zip(self.names, self.inputs):
+            x = given.get(name)
+            if rows.is_joined:
+                self._reorder(given, rows)
+            elif isinstance(x, Tensor):
+                shape = (*x.shape[:-2], rows.total, x.shape[-1])
+                given[name] = as_part_of(shape, x, self.mesh, Shard(x.ndim - 2))
+        return tuple(given[name] for name in self.names[: len(args)]), {name: given[name] for name in kwargs}
+
+    def _reorder(self, given: dict[str, Any], rows: Rows) -> None:
+        if isinstance(given.get("attention_mask"), Tensor):
+            raise ValueError("an attention_mask cannot be put in the order of rows of several sequences; give none")
+        for name in _POSITIONS:
+            if isinstance(given.get(name), Tensor):
+                given[name] = self._in_gathered_order(given[name], rows)
+            elif isinstance(given.get(name), tuple):
+                given[name] = tuple(self._in_gathered_order(one, rows) for one in given[name])
+
+    def _in_gathered_order(self, positions: Tensor, rows: Rows) -> Tensor:
+        if rows.total not in positions.shape:
+            raise ValueError(f"positions of shape {tuple(positions.shape)} are not of all {rows.total} rows")
+        order = rows.gathered_order(self.mesh.size(), positions.device)
+        return positions.index_select(positions.shape.index(rows.total), order)
 
 
 def _check_positions(rows: int, kwargs: dict[str, Any]) -> None:

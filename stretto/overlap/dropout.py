@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.overlap.inputs import outside_of_graphs
 from stretto.overlap.routes import Slices, slice_sizes
+from stretto.overlap.row_counts import Rows
 from stretto.overlap.rows import count_all
 
 __all__ = ["PartDropout"]
@@ -27,6 +28,7 @@ class PartDropout(nn.Dropout):
     mesh: DeviceMesh
     part: str
     uneven: bool
+    rows: Rows | None = None
     _features: tuple[int, int] | None = None
 
     @classmethod
@@ -51,6 +53,8 @@ class PartDropout(nn.Dropout):
         return input * mask.narrow(dim, place.start, own)
 
     def _whole(self, x: Tensor, dim: int) -> int:
+        if self.part == "rows" and self.rows is not None:
+            return self.rows.total
         if self.part == "rows":
             return count_all(x, self.mesh, dim, uneven=self.uneven)
         own = x.shape[dim]

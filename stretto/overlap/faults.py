@@ -47,6 +47,8 @@ _OPERATIONS = (
     "vocab_embedding",
     "vocab_embedding backward",
     "vocab_cross_entropy",
+    "split rows backward",
+    "join rows",
 )
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 _SCHEDULES = ("plain", "ring", "direct", "auto")

@@ -157,7 +157,7 @@ def linear_in(name: str, module: nn.Module, style: str) -> nn.Module:
     `ValueError` for adapters that cannot be parallel.
     """
     base = _base_of(module)
-    if base is None or style not in ("column", "row"):
+    if base is None or style not in ("column", "column whole", "row"):
         return module
     check_lora(name, module)
     return base
@@ -204,17 +204,19 @@ def check_lora(name: str, wrapper: Any) -> None:
                 f"adapter {adapter!r} of {name!r} is {type(variants[adapter]).__name__}; "
                 "DoRA and other variants cannot be parallel, plain LoRA can"
             )
-    if getattr(wrapper.base_layer, "used_columns", None) is not None:
+    base = wrapper.base_layer
+    rows = getattr(base, "rows", None)
+    if getattr(base, "used_columns", None) is not None or (rows is not None and rows.is_joined):
         check_dropout(name, wrapper)
 
 
 def check_dropout(name: str, wrapper: Any) -> None:
-    """`ValueError` if an adapter has dropout, in front of a row layer whose input comes in several blocks."""
+    """`ValueError` if an adapter has dropout, in front of a layer whose input comes in several blocks."""
     for adapter, dropout in wrapper.lora_dropout.items():
         if getattr(dropout, "p", 0.0) > 0:
             raise ValueError(
                 f"adapter {adapter!r} of {name!r} has lora_dropout={dropout.p}, which cannot be drawn for input "
-                f"features in several blocks; set lora_dropout=0"
+                f"features or rows in several blocks; set lora_dropout=0"
             )
 
 
@@ -234,11 +236,12 @@ def _adopt(wrapper: Any) -> None:
             (wrapper.lora_B[adapter], _ColumnB if column else _RowB),
         ):
             cls.adopt(layer, base.mesh, base.options)
-            layer.wrapper, layer.adapter = (wrapper,), adapter
+            layer.wrapper, layer.adapter, layer.rows = (wrapper,), adapter, base.rows
         dropout = wrapper.lora_dropout[adapter]
         if isinstance(dropout, nn.Dropout) and (base.options.sequence_parallel or not column):
             part = "rows" if column else "features"
             _AdapterDropout.adopt(dropout, base.mesh, part, uneven=base.options.uneven)
+            dropout.rows = base.rows
         wrapper.lora_A[adapter].shared = base.shared
         if column:
             wrapper.lora_B[adapter].used_rows = base.used_rows

@@ -22,6 +22,7 @@ from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.p2p import peers_of
 from stretto.overlap.packed import PackedColumns, packed_columns
 from stretto.overlap.routes import Asked, slice_sizes
+from stretto.overlap.row_counts import Rows
 from stretto.overlap.sharding import Sharded, shard_parameters, shard_state
 from stretto.overlap.shared_rows import SharedRows, shared_rows
 
@@ -61,6 +62,8 @@ class ParallelLinear(nn.Linear):
     """Rows that this rank's heads use, where they are not those of its shard."""
     used_columns: PackedColumns | None = None
     """Columns that this rank's input features need, where they are not those of its shard."""
+    rows: Rows | None = None
+    """The rows of every rank, where they are known without asking, or are not as `torch.chunk` cuts their sum."""
     shared: "SharedInput | None" = None
     leads: ClassVar[bool] = True
     """Whether a call of this layer computes for those that share its input."""
@@ -147,7 +150,7 @@ class ColumnLinear(ParallelLinear):
     def together(layers: Sequence[ParallelLinear], x: Tensor) -> list[Tensor]:
         """One gather feeds all, or none where every rank has all rows."""
         x, weights, biases = _of_one_dtype(x, layers)
-        mesh, options = layers[0].mesh, layers[0].options
+        mesh, options, rows = layers[0].mesh, layers[0].options, layers[0].rows
         sizes: Sizes = "exchange" if options.uneven else None
         if isinstance(x, DTensor):
             if tuple(x.placements) == (Replicate(),):
@@ -162,7 +165,7 @@ class ColumnLinear(ParallelLinear):
             mesh.get_group(),
             dim=-2,
             biases=biases,
-            sizes=sizes,
+            sizes=sizes if rows is None else rows.sizes(mesh.size()),
             keep_gathered=options.keep_gathered,
             **options.of_call(layers),
         )
@@ -191,7 +194,10 @@ class RowLinear(ParallelLinear):
         first = layers[0]
         group, options = first.mesh.get_group(), first.options
         if options.sequence_parallel:
-            return matmul_reduce_scatter(x, weights, group, dim=-2, biases=biases, **options.of_call(layers))
+            sizes = None if first.rows is None else first.rows.sizes(first.mesh.size())
+            return matmul_reduce_scatter(
+                x, weights, group, dim=-2, biases=biases, sizes=sizes, **options.of_call(layers)
+            )
         if len(layers) > 1 or not isinstance(first, RowLinear) or first.follower is None:
             return matmul_all_reduce(x, weights, group, biases=biases, **options.of_call(layers))
         pending = matmul_all_reduce_start(x, weights[0], group, biases=biases[0], **options.of_call(layers))

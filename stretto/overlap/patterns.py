@@ -1,7 +1,8 @@
 """Name patterns of a plan, resolved to the modules they mean before anything is changed.
 
 A pattern has the parts of a module's name, each of which may hold `*`. The hazard: a pattern that misses
-leaves a layer whole, and the result wrong; so every pattern must match, and nothing may be matched twice.
+leaves a layer whole, and the result wrong; so every pattern must match, and nothing may be matched twice, but
+for styles that only hook a module and may come `BESIDE` another pattern's.
 """
 
 import difflib
@@ -15,6 +16,10 @@ from stretto.overlap.lora import linear_in, name_of_linear, plain_names, plain_p
 
 __all__ = ["Match", "match_plan"]
 
+BESIDE = ("rows", "rows split")
+_NUMBERED = ("row", "modulation")
+_JOINING = ("column", "column whole")
+
 
 @dataclass(frozen=True)
 class Match:
@@ -25,8 +30,10 @@ class Match:
     style: str
     follower: str = ""
     """The module behind whose forward a row layer's last half hides."""
-    blocks: tuple[int, ...] = ()
-    """The proportions of the blocks that a row layer's input features come in."""
+    numbers: tuple[int, ...] = ()
+    """The proportions of the blocks that a row layer's input features come in; or which outputs are meant."""
+    rows: tuple[tuple[str, ...], ...] = ()
+    """The sequences that the rows of each input are of: ("text", "image") where theirs lie side by side."""
 
 
 def match_plan(
@@ -46,9 +53,9 @@ def match_plan(
     found: list[Match] = []
     taken: dict[str, str] = {}
     for pattern, words in plan.items():
-        style, blocks, follower = _style(pattern, words, styles)
+        style, numbers, follower, rows = _style(pattern, words, styles)
         first_pattern, *siblings = plain_pattern(pattern).split("+")
-        if siblings and style != "column":
+        if siblings and style not in _JOINING:
             raise ValueError(
                 f"{pattern!r} joins names by +, which is for column layers with one input, not {style!r}"
             )
@@ -61,28 +68,37 @@ def match_plan(
             for name in names:
                 if name not in modules:
                     raise ValueError(f"{pattern!r} names {name!r}, which is no module")
-                if name in taken:
-                    raise ValueError(f"{name!r} is matched by {taken[name]!r} and again by {pattern!r}")
+                place = f"{style in BESIDE} {name}"
+                if place in taken:
+                    raise ValueError(f"{name!r} is matched by {taken[place]!r} and again by {pattern!r}")
                 _check_type(name, linear_in(name, modules[name], style), style, styles[style])
-                taken[name] = pattern
+                taken[place] = pattern
             full = tuple(name_of_linear(full_names[name], modules[name], style) for name in names)
             behind = _resolved(follower, pattern, first, modules)
-            found.append(Match(pattern, full, style, full_names[behind] if behind else "", blocks))
+            found.append(Match(pattern, full, style, full_names[behind] if behind else "", numbers, rows))
     return found
 
 
 def _style(
     pattern: str, words: str, styles: Mapping[str, type | tuple[type, ...]]
-) -> tuple[str, tuple[int, ...], str]:
+) -> tuple[str, tuple[int, ...], str, tuple[tuple[str, ...], ...]]:
+    """What a plan's words for a pattern say: "STYLE NUMBERS > FOLLOWER @ ROWS", the last three where they belong."""
     if not isinstance(words, str):
         raise ValueError(f"{pattern!r} asks for {words!r}; a style is a string")
-    style, arrow, follower = (part.strip() for part in words.partition(">"))
-    style, blocks = (style, "") if style in styles or not style.startswith("row ") else ("row", style[4:])
-    if style not in styles or not all(part.isdecimal() and int(part) for part in blocks.split("+") if blocks):
+    before, at, named = (part.strip() for part in words.partition("@"))
+    style, arrow, follower = (part.strip() for part in before.partition(">"))
+    numbers: tuple[int, ...] = ()
+    first, _, last = style.rpartition(" ")
+    if style not in styles and first in _NUMBERED and all(part.isdecimal() for part in last.split("+")):
+        style, numbers = first, tuple(int(part) for part in last.split("+"))
+    if style not in styles or (style == "row" and 0 in numbers):
         raise ValueError(f"{pattern!r} asks for {words!r}; the styles are {', '.join(map(repr, styles))}")
     if arrow and (style != "row" or not follower):
         raise ValueError(f"{pattern!r} asks for {words!r}; a follower is written 'row > its name'")
-    return style, tuple(int(part) for part in blocks.split("+") if blocks), follower
+    rows = tuple(tuple(name.strip() for name in one.split("+")) for one in named.split(",")) if at else ()
+    if any(not name for one in rows for name in one):
+        raise ValueError(f"{pattern!r} asks for {words!r}; sequences are written '@ image', '@ text+image'")
+    return style, numbers, follower, rows
 
 
 def _check_type(name: str, module: nn.Module, style: str, allowed: type | tuple[type, ...]) -> None:

@@ -1,14 +1,22 @@
 """Plans for diffusion transformers of diffusers: FluxTransformer2DModel and WanTransformer3DModel, as plain data.
 
-Tensor parallelism that leaves rows whole, for `LinearOptions(sequence_parallel=False)`: every rank is given
-the same inputs and gets the same output. Modulation (AdaLayerNorm), embedders and the output layer stay whole,
-as replicated parameters. With LoRA of peft the plan is the same. The hazard is FLUX's single block, whose
-output layer takes attention and MLP side by side: see "row 1+4" in `parallelize` for what that costs. FLUX
-with sequence sharding would interleave text and image rows in its single blocks, and has no plan. Sources: the
-models' own code in diffusers; Megatron-LM for the layout.
+`FLUX`, `WAN` and `WAN_I2V` shard tokens over the ranks between the products and are for
+`LinearOptions(sequence_parallel=True)`; those named `_TP` leave rows whole, for `sequence_parallel=False`.
+Either way every rank is given the same inputs and gets the same output, and every gradient is complete.
+Embedders, modulation and the output layer are whole on every rank, as replicated parameters. With LoRA of peft
+the plan is the same.
+
+With sharded rows FLUX's text and image tokens split before their embedders, each by itself, and image tokens
+join after the output layer; a single block has a rank's text and image rows side by side, and what it gathers
+is in the order of ranks, rotary positions with it. Wan's tokens split before the first block and join after the
+output layer; its text is not a stream that layers add to, and stays whole. Counts need not be divisible by the
+ranks, heads do.
+
+The hazard is FLUX's single block, whose output layer takes attention and MLP side by side: see "row 1+4" in
+`parallelize` for what that costs. Sources: the models' own code in diffusers; Megatron-LM for the layout.
 """
 
-__all__ = ["FLUX_TP", "WAN_I2V_TP", "WAN_TP"]
+__all__ = ["FLUX", "FLUX_TP", "WAN", "WAN_I2V", "WAN_I2V_TP", "WAN_TP"]
 
 FLUX_TP: dict[str, str] = {
     "x_embedder": "replicate",
@@ -40,6 +48,36 @@ FLUX_TP: dict[str, str] = {
 }
 """FLUX, every rank having every row; heads divisible by the ranks."""
 
+FLUX: dict[str, str] = {
+    "x_embedder": "sequence split @ image",
+    "context_embedder": "sequence split @ text",
+    "time_text_embed": "replicate",
+    "transformer_blocks.*.norm1.linear": "modulation",
+    "transformer_blocks.*.norm1_context.linear": "modulation",
+    "transformer_blocks.*.attn": "attention @ image, text",
+    "transformer_blocks.*.attn.to_q+to_k+to_v": "column @ image",
+    "transformer_blocks.*.attn.add_q_proj+add_k_proj+add_v_proj": "column @ text",
+    "transformer_blocks.*.attn.norm_q": "heads",
+    "transformer_blocks.*.attn.norm_k": "heads",
+    "transformer_blocks.*.attn.norm_added_q": "heads",
+    "transformer_blocks.*.attn.norm_added_k": "heads",
+    "transformer_blocks.*.attn.to_out.0": "row @ image",
+    "transformer_blocks.*.attn.to_add_out": "row @ text",
+    "transformer_blocks.*.ff.net.0.proj": "column @ image",
+    "transformer_blocks.*.ff.net.2": "row @ image",
+    "transformer_blocks.*.ff_context.net.0.proj": "column @ text",
+    "transformer_blocks.*.ff_context.net.2": "row @ text",
+    "single_transformer_blocks.*.norm.linear": "modulation",
+    "single_transformer_blocks.*.attn": "attention @ text+image",
+    "single_transformer_blocks.*.proj_mlp+attn.to_q+attn.to_k+attn.to_v": "column @ text+image",
+    "single_transformer_blocks.*.attn.norm_q": "heads",
+    "single_transformer_blocks.*.attn.norm_k": "heads",
+    "single_transformer_blocks.*.proj_out": "row 1+4 @ text+image",
+    "norm_out.linear": "modulation",
+    "proj_out": "sequence joined @ image",
+}
+"""FLUX, text and image tokens sharded outside of attention and MLP; heads divisible by the ranks."""
+
 WAN_TP: dict[str, str] = {
     "": "replicate own",
     "patch_embedding": "replicate",
@@ -69,3 +107,22 @@ WAN_I2V_TP: dict[str, str] = {
     "blocks.*.attn2.norm_added_k": "rms_norm",
 }
 """Wan, image to video."""
+
+WAN: dict[str, str] = {
+    **WAN_TP,
+    "": "sequence own",
+    "condition_embedder": "modulation 0+1",
+    "blocks.0": "rows split",
+    "blocks.*": "sequence own",
+    "blocks.*.norm2": "sequence",
+    "blocks.*.attn2.to_k+to_v": "column whole",
+    "proj_out": "sequence joined",
+}
+"""Wan, text to video, tokens sharded outside of attention and MLP; text is whole on every rank."""
+
+WAN_I2V: dict[str, str] = {
+    **WAN,
+    "blocks.*.attn2.add_k_proj+add_v_proj": "column whole",
+    "blocks.*.attn2.norm_added_k": "rms_norm",
+}
+"""Wan, image to video, tokens sharded."""
