@@ -86,6 +86,8 @@ class Policy:
     module: the network that `velocity` calls (for counting and for per-sample gradients).
     reference: the reference policy's velocity, without gradient; needed with KL.
     autocast: compute dtype, or None. rows_per_sample: 2 under classifier-free guidance.
+    in_lockstep: every forward and backward is run, also one whose gradient is known to be zero: where ranks shard the
+    weights, each takes part in all of them.
     """
 
     velocity: Velocity
@@ -97,6 +99,7 @@ class Policy:
     reference: Velocity | None = None
     autocast: torch.dtype | None = None
     rows_per_sample: int = 1
+    in_lockstep: bool = False
     counter: WorkCounter = field(init=False)
     _num_moves: int = field(init=False, default=0)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -127,7 +130,13 @@ class Policy:
 
         What changes a parameter behind autograd's back is not seen (a fused optimizer, `p.data.add_`): call `moved`.
         """
-        return hash((self._num_moves, *((p._version, p.untyped_storage()._cdata) for p in self.parameters.values())))
+        with torch.no_grad():
+            local = [getattr(p, "to_local", lambda p=p: p)() for p in self.parameters.values()]
+        return hash((self._num_moves, *((p._version, p.untyped_storage()._cdata) for p in local if p.numel())))
+
+    def has_gradient(self, advantages: Tensor, *, with_kl: bool = True) -> bool:
+        """Whether rows with these advantages (B,) are differentiated: some have a gradient, or all ranks do it."""
+        return self.in_lockstep or bool(advantages.any()) or (with_kl and bool(self.objective.kl_beta))
 
     def moved(self) -> None:
         """Say that the weights were changed: gradients made before are then refused."""

@@ -75,7 +75,7 @@ class Hybrid(Reweight):
     def _credit(self, trajectory: Trajectory, part: Provisional, values: Tensor, scale: float) -> None:
         """Scale the provisional gradients, and backpropagate the kept graphs."""
         super()._credit(trajectory, part, values, scale)
-        if not bool(values.any()) and not self.policy.objective.kl_beta:
+        if not self.policy.has_gradient(values):
             self._stats.skipped_backwards += len(values) * len(part.graphs)
             return
         rows = torch.arange(part.rows.start, part.rows.stop, device=trajectory.latents.device)

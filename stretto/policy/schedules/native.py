@@ -56,10 +56,10 @@ class Native(Schedule):
                     for step in trajectory.steps:
                         replay(self.policy, step, trajectory.batch.condition, values, scale, stats)
                 return stats
-            has_kl = bool(self.policy.objective.kl_beta)
+            all_rows = self.policy.in_lockstep or bool(self.policy.objective.kl_beta)
             for trajectory, values in zip(trajectories, advantages):
-                stats.skipped_backwards += 0 if has_kl else int((values == 0).sum()) * len(trajectory.steps)
-            for chunk in _packed(trajectories, advantages, self.replay_batch, has_kl):
+                stats.skipped_backwards += 0 if all_rows else int((values == 0).sum()) * len(trajectory.steps)
+            for chunk in _packed(trajectories, advantages, self.replay_batch, all_rows):
                 replay(self.policy, *chunk, scale, stats)
         return stats
 
@@ -76,9 +76,10 @@ def replay(
 ) -> None:
     """The second forward: run B stored rows again with gradient, and differentiate.
 
-    Rows without advantage and without KL have no gradient: where that holds for all rows, nothing is run.
+    Rows without advantage and without KL have no gradient: where that holds for all rows, nothing is run, unless
+    ranks run in lockstep.
     """
-    if not bool(advantages.any()) and not (with_kl and policy.objective.kl_beta):
+    if not policy.has_gradient(advantages, with_kl=with_kl):
         stats.skipped_backwards += len(advantages)
         return
     with torch.enable_grad():
@@ -87,12 +88,12 @@ def replay(
 
 
 def _packed(
-    trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], size: int, has_kl: bool
+    trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], size: int, all_rows: bool
 ) -> Iterator[tuple[TrainedStep, Condition, Tensor]]:
     """All rows of all trained steps that have a gradient, in chunks of `size` rows (0: one chunk)."""
     steps, conditions, weights = [], [], []
     for trajectory, values in zip(trajectories, advantages):
-        rows = torch.arange(len(values)) if has_kl else values.nonzero().flatten()
+        rows = torch.arange(len(values)) if all_rows else values.nonzero().flatten()
         for step in trajectory.steps:
             steps.append(step.rows(rows.to(step.latents.device)))
             conditions.append({k: v[rows.to(v.device)] for k, v in trajectory.batch.condition.items()})

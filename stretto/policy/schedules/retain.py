@@ -64,7 +64,7 @@ class Retain(Schedule):
                 self.require_current(trajectory)
             for trajectory, values in zip(trajectories, advantages):
                 graphs, trajectory.kept = trajectory.kept, None
-                if not bool(values.any()) and not self.policy.objective.kl_beta:
+                if not self.policy.has_gradient(values):
                     stats.skipped_backwards += len(values) * len(graphs)
                     graphs.clear()
                     continue

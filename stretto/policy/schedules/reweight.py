@@ -123,10 +123,7 @@ class Reweight(Schedule):
         self._stats, self._in_flight = self.stats(), 0
 
     def _rollout(self, batch: Batch, score: Score) -> Trajectory:
-        for key in batch.samples:
-            if key in self._keys:
-                raise ValueError(f"{self.name}: {key} was rolled out already; update or reset before it is again")
-        self._keys.update(batch.samples)
+        self._take_keys(batch)
         version = self.policy.version
         latents, steps = roll(self.policy, batch, self)
         is_single = len(batch.samples) == 1
@@ -137,6 +134,13 @@ class Reweight(Schedule):
         return Trajectory(
             batch, latents, steps, score(batch, latents), version, kept=[provisional], collection=self._collection
         )
+
+    def _take_keys(self, batch: Batch) -> None:
+        """Note which samples are in flight; each at most once."""
+        for key in batch.samples:
+            if key in self._keys:
+                raise ValueError(f"{self.name}: {key} was rolled out already; update or reset before it is again")
+        self._keys.update(batch.samples)
 
     def _backpropagate(self, loss: Tensor, num_rows: int, *, retain_graph: bool = False) -> None:
         """A backward into the gradients of one sample, or of each sample of a batch; `.grad` is left alone."""

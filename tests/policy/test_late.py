@@ -1,0 +1,78 @@
+"""Gradients that leave before their advantages are known equal those of one process that has every sample."""
+
+import pytest
+
+from stretto.policy import Late, Policy
+from tests.policy import late_cases
+from tests.policy.toy import distance, make_batches, make_policy, make_rewards, run
+
+SPLITS = [(1, 4), (2, 4), (3, 4), (4, 4), (2, 5), (4, 6), (4, 2), (3, 2)]
+"""(ranks, samples of a prompt group): whole and broken quotients either way."""
+
+
+@pytest.mark.parametrize(("num_ranks", "num_samples"), SPLITS)
+def test_late_gradients_equal_one_process_in_float64(ranks, num_ranks, num_samples):
+    case = {"groups": 2, "samples": num_samples, "tuning": "lora", "dtype": "float64"}
+    not_folded, with_kl = {"kl": 0.3, "clamp": 0.4, "tuning": "full"}, {"kl": 0.3, "zero_spread": True}
+    cases = [case, {**case, **not_folded}, {**case, **with_kl}]
+    several = num_samples > num_ranks
+    for folded in ranks.run(num_ranks, late_cases.gradients_equal_one_process, *cases):
+        assert folded == [several, False, several]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("more", [{}, {"kl": 0.1}, {"best": 2}], ids=["folded", "kl", "best of n"])
+def test_late_gradients_equal_one_process_in_float32(ranks, num_ranks, more):
+    case = {"groups": 2, "samples": 5, "tuning": "full", "dtype": "float32", **more}
+    assert set(ranks.run(num_ranks, late_cases.gradient_equals_one_process, case)) == {"best" not in more}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_rewards_with_a_large_offset_lose_nothing(ranks, dtype):
+    case = {"groups": 2, "samples": 6, "tuning": "full", "dtype": dtype, "offset": (1e5, 1e-2)}
+    assert ranks.run(2, late_cases.gradient_equals_one_process, case) == [True, True]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_separately_normalised_rewards_take_a_sum_each(ranks, num_ranks):
+    case = {"groups": 2, "samples": 5, "tuning": "lora", "dtype": "float64", "rewards": 3, "kl": 0.1}
+    assert set(ranks.run(num_ranks, late_cases.gradient_equals_one_process, case)) == {True}
+
+
+def test_what_a_reset_gave_up_leaves_no_trace(ranks):
+    ranks.run(3, late_cases.after_errors)
+
+
+def test_a_batch_runs_row_by_row_and_says_so_once(ranks):
+    ranks.run(1, late_cases.batches_run_row_by_row)
+
+
+@pytest.mark.parametrize(
+    ("change", "num_samples", "folds"),
+    [({}, 26, True), ({}, 27, False), ({"unbiased": True}, 26, True), ({"unbiased": True}, 27, False),
+     ({"std": "global"}, 8, False), ({"best": 1}, 8, False), ({}, 2, False),
+     ({"rewards": 3}, 20, True), ({"rewards": 3, "clamp": 3.0}, 20, False)],
+)  # fmt: skip
+def test_rounds_fold_where_no_clamp_can_be_active(change, num_samples, folds):
+    class TwoRanks:
+        world_size = 2
+
+    assert Late(make_policy(), TwoRanks(), late_cases.rule_of(change), num_samples).folds is folds
+
+
+@pytest.mark.parametrize("name", ["native", "retain", "hybrid"])
+@pytest.mark.parametrize("options", [{}, {"replay_batch": 3}])
+def test_in_lockstep_every_backward_is_run(name, options):
+    rewards = make_rewards(2, 3)
+    rewards[0] = 1.0
+    counts, gradients = [], []
+    for in_lockstep in (False, True):
+        policy: Policy = make_policy()
+        policy.in_lockstep = in_lockstep
+        gradient, _, _, stats = run(name, policy, make_batches(2, 3, 1, (0, 1, 2)), rewards, **options)
+        counts.append((policy.counter.take()["backwards"], stats.skipped_backwards))
+        gradients.append(gradient)
+    assert counts[1] == (18, 0)
+    assert counts[0][0] + counts[0][1] == 18
+    assert counts[0][1] > 0
+    assert distance(gradients[1], gradients[0]) < 1e-6
