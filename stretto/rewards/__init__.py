@@ -30,13 +30,17 @@ def load_reward(spec: str) -> Callable[..., Any]:
     """The reward function called `spec`, ready for `stretto.rewards.scoring.score`.
 
     Args:
-        spec: a shipped name (`digits`, `brightness`), `package.module:function`, or
-        `path/to/file.py:function`.
+        spec: a shipped name (`digits`, `brightness`), `package.module:function`, `path/to/file.py:function`, or the
+        address of a service (`http://host:port/path`, see `stretto.rewards.remote`), which is not asked yet.
 
     Raises:
         ValueError: in one line, an unknown name (with the nearest known), or a module, file or function that
-            is missing, cannot be imported or cannot be called.
+            is missing, cannot be imported or cannot be called, or an address that is none.
     """
+    if "://" in spec:
+        from stretto.rewards.remote import RemoteReward
+
+        return RemoteReward(spec)
     return _load(spec, "reward", REWARDS)
 
 
@@ -53,9 +57,10 @@ def _load(spec: str, kind: str, shipped: dict[str, str]) -> Callable[..., Any]:
     place, colon, name = shipped.get(spec, spec).rpartition(":")
     if not colon or not place or not name:
         near = difflib.get_close_matches(spec, shipped, n=3, cutoff=0.4) or sorted(shipped)
+        elsewhere = ", a service's http://host:port/path" if kind == "reward" else ""
         raise ValueError(
             f"unknown {kind} {spec!r}; did you mean {' or '.join(near)}? "
-            f"Your own is written package.module:function or path/to/file.py:function"
+            f"Your own is written package.module:function or path/to/file.py:function{elsewhere}"
         )
     module = _module_of_file(place, kind) if place.endswith(".py") else _module(place, kind)
     function = getattr(module, name, None)

@@ -1,50 +1,39 @@
 """Calls the rewards of a run and believes nothing they return until it has been checked.
 
 A reward that fails, or returns something that is not one finite number a sample, stops the run with the name
-of the reward, the sample and the value; nothing is retried and nothing is made up. The hazard this guards
-against is an exception or a failed parse that becomes a plausible number and is then trained on.
+of the reward, the sample and the value; nothing is made up, and nothing is asked twice here (a service may be:
+`stretto.rewards.retries`). The hazard this guards against is an exception or a failed parse that becomes a plausible
+number and is then trained on.
 """
 
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["JudgeError", "RewardError", "judge", "score"]
+from stretto.rewards.failures import JudgeError, RefusedError, RewardError, ServiceError, span
+
+__all__ = ["Ask", "JudgeError", "RewardError", "ask", "judge", "score"]
 
 
-class RewardError(ValueError):
-    """A reward failed; the message is one line.
+class Ask(Protocol):
+    """How one reward is asked for one batch: `ask`, or one that asks again (`stretto.rewards.retries`)."""
 
-    Attributes:
-        reward: its name.
-        sample: the name of the sample, or of the first and last where it is not one sample's fault.
-        value: what was returned for it; None where nothing was.
-    """
-
-    def __init__(self, reward: str, sample: str, value: Any, problem: str) -> None:
-        super().__init__(f"reward {reward!r}, {sample}: {problem}")
-        self.reward = reward
-        self.sample = sample
-        self.value = value
-
-
-class JudgeError(ValueError):
-    """A judge failed; the message is one line.
-
-    Attributes:
-        judge: its name.
-        figure: the name of the figure; "" where it is not one figure's fault.
-    """
-
-    def __init__(self, judge: str, figure: str, problem: str) -> None:
-        super().__init__(f"judge {judge!r}" + (f", figure {figure!r}" if figure else "") + f": {problem}")
-        self.judge = judge
-        self.figure = figure
+    def __call__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        media: Tensor,
+        prompts: list[str],
+        sample_names: list[str],
+        metadata: Mapping[str, Any],
+    ) -> list[float]:
+        """B finite floats."""
+        ...
 
 
 def score(
@@ -53,6 +42,8 @@ def score(
     prompts: list[str],
     sample_names: list[str],
     metadata: Mapping[str, Any] | None = None,
+    *,
+    how: Ask | None = None,
 ) -> Tensor:
     """Every reward of every sample, as the functions gave them: no weight, no normalisation.
 
@@ -65,21 +56,53 @@ def score(
         sample_names: B names, for the error messages.
         metadata: further keyword arguments, such as the other columns of a prompt file, each a list of B
         values.
+        how: how each reward is asked; once where it is None.
 
     Returns:
         (B, K) float64 on the CPU, in the order of `rewards`; no gradient.
 
     Raises:
         RewardError: an exception in a reward (chained as the cause; on a failed batch the samples are scored
-            one by one to find which it was), NaN or infinity, a wrong length or shape, or something that is
-            not a number.
+            one by one to find which it was), NaN or infinity, a wrong length or shape, something that is
+            not a number, or a service that did not answer.
     """
     assert len(media) == len(prompts) == len(sample_names), (len(media), len(prompts), len(sample_names))
     columns = []
     for name, function in rewards.items():
-        result = _call(name, function, media, prompts, sample_names, dict(metadata or {}))
-        columns.append(_checked(name, result, sample_names))
+        try:
+            columns.append((how or ask)(name, function, media, prompts, sample_names, metadata or {}))
+        except ServiceError as error:
+            raise RewardError(name, span(sample_names), None, f"the service {error}") from error
     return torch.tensor(columns, dtype=torch.float64).reshape(len(rewards), len(media)).T.contiguous()
+
+
+def ask(
+    name: str,
+    function: Callable[..., Any],
+    media: Tensor,
+    prompts: list[str],
+    sample_names: list[str],
+    metadata: Mapping[str, Any],
+) -> list[float]:
+    """One reward of every sample of one batch, asked once: B finite floats, without gradient.
+
+    Arguments as of `score`. Raises RewardError as `score` does, and lets the ServiceError of a reward that asks a
+    service through: only that may be asked again.
+    """
+    accepted = _accepted(function, metadata)
+    try:
+        with torch.no_grad():
+            result = _called(function, media, prompts, accepted)
+    except ServiceError:
+        raise
+    except RefusedError as error:
+        sample = span(sample_names) if error.row is None else f"sample {sample_names[error.row]}"
+        raise RewardError(name, sample, None, f"the service {error}") from error
+    except (Exception, SystemExit) as error:
+        row = _failing_row(function, media, prompts, accepted) if len(media) > 1 else 0
+        sample = span(sample_names) if row is None else f"sample {sample_names[row]}"
+        raise RewardError(name, sample, None, f"the function raised {_told(error)}") from error
+    return _checked(name, result, sample_names)
 
 
 def judge(name: str, function: Callable[..., Any], media: Tensor, prompts: list[str]) -> dict[str, float]:
@@ -118,24 +141,6 @@ def judge(name: str, function: Callable[..., Any], media: Tensor, prompts: list[
     return figures
 
 
-def _call(
-    name: str,
-    function: Callable[..., Any],
-    media: Tensor,
-    prompts: list[str],
-    sample_names: list[str],
-    metadata: dict[str, Any],
-) -> Any:
-    accepted = _accepted(function, metadata)
-    try:
-        with torch.no_grad():
-            return _called(function, media, prompts, accepted)
-    except (Exception, SystemExit) as error:
-        row = _failing_row(function, media, prompts, accepted) if len(media) > 1 else 0
-        sample = _span(sample_names) if row is None else f"sample {sample_names[row]}"
-        raise RewardError(name, sample, None, f"the function raised {_told(error)}") from error
-
-
 def _called(function: Callable[..., Any], media: Tensor, prompts: list[str], metadata: dict[str, Any]) -> Any:
     """What the function returns; TypeError for one that is async, which nobody would await."""
     result = function(media, prompts, **metadata)
@@ -165,14 +170,14 @@ def _per_row(value: Any, rows: int) -> bool:
     return isinstance(value, list | tuple | Tensor) and len(value) == rows
 
 
-def _accepted(function: Callable[..., Any], metadata: dict[str, Any]) -> dict[str, Any]:
+def _accepted(function: Callable[..., Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The part of the metadata that the function's signature takes."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return metadata
+        return dict(metadata)
     keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = [key for key, parameter in list(parameters.items())[2:] if parameter.kind in keywords]
     return {key: value for key, value in metadata.items() if key in named}
@@ -183,14 +188,14 @@ def _checked(name: str, result: Any, sample_names: list[str]) -> list[float]:
     if not hasattr(result, "__len__") or isinstance(result, str | bytes | Mapping | set):
         raise RewardError(
             name,
-            _span(sample_names),
+            span(sample_names),
             result,
             f"returned {_shown(result)}, {type(result).__name__}; it must return {len(sample_names)} numbers",
         )
     shape = tuple(result.shape) if hasattr(result, "shape") else (len(result),)
     if shape != (len(sample_names),):
         problem = f"returned shape {shape}, not ({len(sample_names)},): one number a sample"
-        raise RewardError(name, _span(sample_names), result, problem)
+        raise RewardError(name, span(sample_names), result, problem)
     values = result.tolist() if hasattr(result, "tolist") else list(result)
     return [_number(name, value, sample) for value, sample in zip(values, sample_names)]
 
@@ -213,12 +218,6 @@ def _as_number(value: Any) -> tuple[float, str]:
     except OverflowError:
         return math.nan, "a number too large for a float"
     return number, "" if math.isfinite(number) else f"{number}, not a finite number"
-
-
-def _span(sample_names: list[str]) -> str:
-    if len(sample_names) == 1:
-        return f"sample {sample_names[0]}"
-    return f"samples {sample_names[0]} to {sample_names[-1]}"
 
 
 def _told(error: BaseException) -> str:
