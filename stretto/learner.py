@@ -8,7 +8,7 @@ rollout must be rolled out before the first step moves the weights.
 import random
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from stretto.policy import Batch, NonFiniteError, Trajectory, fingerprint
 from stretto.policy.layout import parts
 from stretto.policy.noise import generator
 from stretto.policy.schedules import Native, Schedule, UpdateStats
+from stretto.record.checkpoint import Checkpoint, Checkpoints
 from stretto.rewards.scoring import score
 
 __all__ = ["Learner"]
@@ -197,23 +198,33 @@ class Learner:
                 stacklevel=2,
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next iteration depends on, beside the config."""
-        return {
-            "weights": {name: p.detach() for name, p in self.policy.parameters.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "num_optimizer_steps": self.num_optimizer_steps,
-            "ema": self.ema.state_dict() if self.ema is not None else {},
-        }
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights, the optimizer's moments and the averaged weights, by name; not copies."""
+        tensors = {f"weights/{name}": p.detach() for name, p in self.policy.parameters.items()}
+        for name, parameter in self.policy.parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer/{name}/{key}"] = value
+        if self.ema is not None:
+            tensors |= {f"ema/{name}": average for name, average in self.ema.average.items()}
+        return tensors
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a `state_dict` back, bit for bit."""
-        with torch.no_grad():
-            for name, parameter in self.policy.parameters.items():
-                parameter.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(dict(state["optimizer"]))
-        self.num_optimizer_steps = int(state["num_optimizer_steps"])
-        if self.ema is not None and state["ema"]:
-            self.ema.load_state_dict(state["ema"])
-        elif self.ema is not None:  # the run had no average so far: it starts here
-            self.ema = Ema(self.policy.parameters, self.config.ema.decay)
+    def plain(self) -> dict[str, Any]:
+        """What else the next iteration depends on, beside the config."""
+        num_updates = self.ema.num_updates if self.ema is not None else 0
+        return {"num_optimizer_steps": self.num_optimizer_steps, "num_ema_updates": num_updates}
+
+    def take_up(self, checkpoints: Checkpoints, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint, bit for bit."""
+        for name, parameter in self.policy.parameters.items():
+            if f"optimizer/{name}/step" in checkpoint.tensors:
+                self.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        absent = checkpoints.load(checkpoint, self.tensors())
+        self.num_optimizer_steps = int(checkpoint.plain["num_optimizer_steps"])
+        if self.ema is not None and any(name.startswith("ema/") for name in absent):
+            self.ema = Ema(self.policy.parameters, self.config.ema.decay)  # there was none so far: it starts here
+        elif self.ema is not None:
+            self.ema.num_updates = int(checkpoint.plain["num_ema_updates"])

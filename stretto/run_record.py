@@ -20,7 +20,7 @@ from stretto.learner import Learner
 from stretto.models.trainable import save_full, save_lora
 from stretto.policy import Policy, fingerprint
 from stretto.recipe import dump_recipe
-from stretto.record import checkpoint
+from stretto.record.checkpoint import Checkpoint, Checkpoints
 from stretto.record.environment import as_json, environment
 from stretto.record.media import save_grid
 from stretto.record.run_folder import RunFolder
@@ -40,23 +40,23 @@ class RunRecord:
     """
 
     def __init__(
-        self, config: Config, folder: RunFolder, learner: Learner, evaluator: Evaluator, identity: dict[str, Any]
+        self, config: Config, folder: RunFolder, learner: Learner, evaluator: Evaluator, checkpoints: Checkpoints
     ) -> None:
         self.config, self.folder, self.learner, self.evaluator = config, folder, learner, evaluator
-        self.identity = identity
+        self.checkpoints = checkpoints
         self.finished = 0
         self.history: dict[str, Any] = {"since_best": 0}
         self.evaluation_s = 0.0
         self.trackers: Trackers | None = None
 
-    def take_up(self, loaded: checkpoint.Loaded | None, choice: Choice) -> None:
+    def take_up(self, checkpoint: Checkpoint | None, choice: Choice) -> None:
         """Go on from a checkpoint, or begin; open the trackers, and say what will run and why."""
         notes = []
-        if loaded is not None:
-            self.finished = loaded.iteration
-            self.history = dict(loaded.state["history"])
-            self.learner.load_state_dict(loaded.state)
-            notes = [*loaded.notes, *self._changed_settings()]
+        if checkpoint is not None:
+            self.finished = checkpoint.iteration
+            self.history = dict(checkpoint.plain["history"])
+            self.learner.take_up(self.checkpoints, checkpoint)
+            notes = [*checkpoint.notes, *self._changed_settings()]
         self.history["choice"] = asdict(choice)
         self.folder.write_config(dump_recipe(self.config))
         self.folder.write_environment(as_json(environment()))
@@ -177,15 +177,8 @@ class RunRecord:
         return figures, is_best
 
     def _save(self, is_best: bool) -> None:
-        state = self.learner.state_dict() | {"history": self.history}
-        checkpoint.save(
-            self.folder.checkpoints,
-            self.finished,
-            state,
-            identity=self.identity,
-            keep=self.config.checkpoint.keep,
-            is_best=is_best,
-        )
+        plain = self.learner.plain() | {"history": self.history}
+        self.checkpoints.save(self.finished, self.learner.tensors(), plain, is_best=is_best)
 
     def _save_weights(self, folder: Path) -> None:
         save = save_lora if self.config.tuning.method == "lora" else save_full

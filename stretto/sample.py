@@ -22,8 +22,8 @@ from stretto.models.base import Adapter
 from stretto.models.trainable import attach_lora, make_full, trainable_parameters
 from stretto.policy import KeyedNoise, SampleKey, ode
 from stretto.recipe import load_recipe
-from stretto.record import checkpoint
 from stretto.record.atomic import write_atomic
+from stretto.record.checkpoint import Checkpoint, best, newest, newest_whole, read_tensors, whole
 from stretto.record.media import save_grid, save_media
 from stretto.record.trackers import say
 
@@ -40,7 +40,7 @@ class _Source:
 
     config: Config
     weights: Weights
-    loaded: checkpoint.Loaded | None
+    checkpoint: Checkpoint | None
 
 
 def sample(
@@ -96,7 +96,7 @@ def _open(source: Path, weights: Weights | None, which: str | None) -> _Source:
     if not source.is_dir():
         config = load_recipe(source, [])
         run = Path(config.run.folder)
-        is_trained = bool(checkpoint.newest(run / "checkpoints"))
+        is_trained = bool(newest(run / "checkpoints"))
         if not is_trained and (which is not None or weights in ("ema", "live")):
             option = f"--checkpoint {which}" if which is not None else f"--weights {weights}"
             raise ValueError(f"{option}: {run}, the run of {source}, holds no checkpoint yet; take --weights base")
@@ -108,43 +108,43 @@ def _open(source: Path, weights: Weights | None, which: str | None) -> _Source:
     config = load_recipe(source / "config.toml", [])
     if weights == "base":
         return _Source(config, "base", None)
-    loaded = _checkpoint(source / "checkpoints", which)
-    if weights == "ema" and not loaded.state.get("ema"):
+    checkpoint = _checkpoint(source / "checkpoints", which)
+    has_ema = any(name.startswith("ema/") for name in checkpoint.tensors)
+    if weights == "ema" and not has_ema:
         raise ValueError(f"--weights ema: {source} kept no moving average; take --weights live")
-    return _Source(config, weights or ("ema" if loaded.state.get("ema") else "live"), loaded)
+    return _Source(config, weights or ("ema" if has_ema else "live"), checkpoint)
 
 
-def _checkpoint(folder: Path, which: str | None) -> checkpoint.Loaded:
+def _checkpoint(folder: Path, which: str | None) -> Checkpoint:
     if which is None or which == "newest":
-        loaded = checkpoint.load_newest(folder)
-        if loaded is None:
+        checkpoint = newest_whole(folder)
+        if checkpoint is None:
             raise ValueError(f"{folder} holds no checkpoint yet; take --weights base")
-        for note in loaded.notes:
+        for note in checkpoint.notes:
             say(note)
-        return loaded
+        return checkpoint
     if which != "best" and not (which.isascii() and which.isdecimal()):
         raise ValueError(f"--checkpoint {which}: take newest, best or the number of an iteration")
-    there = {path.name: path for path in checkpoint.newest(folder)}
-    path = checkpoint.best(folder) if which == "best" else there.get(f"iteration-{int(which):08d}")
+    there = {path.name: path for path in newest(folder)}
+    path = best(folder) if which == "best" else there.get(f"iteration-{int(which):08d}")
     if path is None:
         none = "none was the best of an evaluation; " if which == "best" else ""
         raise ValueError(f"--checkpoint {which}: {none}{folder} has {', '.join(there) or 'no checkpoint'}")
-    return checkpoint.load(path)
+    return whole(path)
 
 
 def _adapter(chosen: _Source) -> Adapter:
     """The recipe's model with the chosen weights in it."""
     tuning = chosen.config.tuning
     adapter = build_adapter(chosen.config)
-    if chosen.loaded is None:
+    if chosen.checkpoint is None:
         return adapter
     if tuning.method == "lora":
         targets = tuning.targets or adapter.lora_targets
         attach_lora(adapter.transformer, rank=tuning.rank, alpha=tuning.alpha, targets=targets, seed=0)
     else:
         make_full(adapter.transformer)
-    state = chosen.loaded.state
-    values = state["ema"]["average"] if chosen.weights == "ema" else state["weights"]
+    values = read_tensors(chosen.checkpoint, "ema/" if chosen.weights == "ema" else "weights/")
     _put_in(trainable_parameters(adapter.transformer), values)
     return adapter
 
@@ -177,7 +177,7 @@ def _draw(adapter: Adapter, config: Config, sigmas: Tensor, seed: int, keys: lis
 
 
 def _default_folder(source: Path, chosen: _Source) -> Path:
-    name = f"{chosen.weights}-{chosen.loaded.iteration:08d}" if chosen.loaded else "base"
+    name = f"{chosen.weights}-{chosen.checkpoint.iteration:08d}" if chosen.checkpoint else "base"
     return (source if source.is_dir() else Path(chosen.config.run.folder)) / "samples" / name
 
 
@@ -214,11 +214,11 @@ def _is_free(folder: Path, record: dict[str, Any]) -> bool:
 
 
 def _origin(source: Path, chosen: _Source) -> dict[str, Any]:
-    iteration = chosen.loaded.iteration if chosen.loaded else None
+    iteration = chosen.checkpoint.iteration if chosen.checkpoint else None
     return {"source": str(source), "weights": chosen.weights, "iteration": iteration}
 
 
 def _described(chosen: _Source) -> str:
-    if chosen.loaded is None:
+    if chosen.checkpoint is None:
         return "base model"
-    return f"{'averaged' if chosen.weights == 'ema' else 'live'} weights of iteration {chosen.loaded.iteration}"
+    return f"{'averaged' if chosen.weights == 'ema' else 'live'} weights of iteration {chosen.checkpoint.iteration}"

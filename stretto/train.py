@@ -12,7 +12,7 @@ from stretto.choose import choose, make_chosen
 from stretto.config import Config
 from stretto.evaluation import Evaluator
 from stretto.learner import Learner
-from stretto.record import checkpoint
+from stretto.record.checkpoint import Checkpoints
 from stretto.record.run_folder import RunFolder
 from stretto.record.signals import Signals
 from stretto.run_record import RunRecord, identity_of
@@ -26,14 +26,16 @@ def train(config: Config) -> None:
         run = assemble(config)
         evaluator = Evaluator(config, run)
         identity = identity_of(config, run.policy)
-        loaded = checkpoint.load_newest(folder.checkpoints, identity)
-        kept = loaded.state["history"].get("choice") if loaded else None
+        checkpoints = Checkpoints(folder.checkpoints, identity, keep=config.checkpoint.keep)
+        checkpoint = checkpoints.newest_whole()
+        kept = checkpoint.plain["history"].get("choice") if checkpoint else None
         choice = choose(config, run.policy, run.rule, run.feed.first_wave, kept)
         schedule = make_chosen(choice, config, run.policy, run.rule, run.feed.first_wave()[0])
         learner = Learner(config, run, schedule)
-        with RunRecord(config, folder, learner, evaluator, identity) as record:
-            record.take_up(loaded, choice)
+        with checkpoints, RunRecord(config, folder, learner, evaluator, checkpoints) as record:
+            record.take_up(checkpoint, choice)
             loop(config, learner, record, signals)
+            checkpoints.wait()
             signals.reraise()
             record.finish()
 

@@ -1,275 +1,187 @@
-"""Checkpoints that are whole or not there, and know of which model they are.
+"""Checkpoints that are whole or not there, of one process or of many ranks in one format.
 
-A checkpoint is a folder `iteration-00000020` with `state.safetensors` and, written last, `manifest.json`: the size
-and SHA-256 of every file, the iteration, the model's identity and whether it was the best so far. It is made under a
-hidden name, flushed, and renamed, so that a kill at any moment leaves the one before it. The hazards: a file cut
-short later (found by the manifest, named, and the checkpoint before it taken), a full disk (nothing half-written
-stays) and a checkpoint of another model (refused). Nothing is unpickled.
+A checkpoint is a folder `iteration-00000020` with torch.distributed.checkpoint's files and, written last by rank 0,
+`manifest.json`: the size and SHA-256 of every file, the iteration, the model's identity, whether it was the best so
+far, and all state that is no tensor. It is made under a hidden name, flushed, and renamed: a kill at any moment
+leaves the one before it. The hazards: a file cut short later (found by the manifest, named, and the checkpoint before
+it taken), a full disk (nothing half-written stays), a checkpoint of another model (refused), and `.metadata`, which
+is a pickle (see `sharded_files`: take checkpoints only from whom you would take a program). Source: PyTorch's
+distributed checkpoint, its format and its resharding.
 """
 
 import contextlib
-import hashlib
-import json
-import re
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from stretto.record.atomic import naming, new_file, sync_folder, write_atomic
-from stretto.record.tensor_file import read_state, write_state
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["Loaded", "best", "load", "load_newest", "newest", "save"]
+from stretto.record.atomic import naming, write_atomic
+from stretto.record.checkpoint_folder import best, forget, newest, partial_of, path_of, remove, take_name, tidy
+from stretto.record.manifest import FORMAT, MANIFEST, as_json, plain_json
+from stretto.record.sharded_files import ShardedWriter
+from stretto.record.whole_checkpoint import Checkpoint, newest_whole, rank_of, read_tensors, size_of, whole
 
-_NAME = re.compile(r"iteration-(\d{8,})")
-_STATE, _MANIFEST = "state.safetensors", "manifest.json"
-_PARTIAL, _REPLACED = ".partial-", ".replaced-"
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint that was read: its iteration and state, and what was wrong with newer ones."""
-
-    iteration: int
-    state: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
+__all__ = ["Checkpoint", "Checkpoints", "best", "newest", "newest_whole", "read_tensors", "whole"]
 
 
-def save(
-    folder: Path,
-    iteration: int,
-    state: dict[str, Any],
-    *,
-    identity: Mapping[str, Any],
-    keep: int = 2,
-    is_best: bool = False,
-) -> Path:
-    """Write the checkpoint after `iteration` finished iterations, then let the oldest go.
+class Checkpoints:
+    """The checkpoints of a run: saved and loaded by all ranks of `group` together.
 
-    state: see `tensor_file`. identity: plain data that names the model (adapter, shapes, method, ...); `load`
-    compares it. keep: newest checkpoints that stay; the last one saved with `is_best` stays beside them. Any
-    of a later iteration goes: the run went back behind it. Raises OSError that names the path (a full disk),
-    with the older checkpoints untouched.
+    folder: on a disk that all ranks share. identity: plain data that names the model (adapter, shapes, method, ...);
+    loading compares it. keep: newest checkpoints that stay; the last one saved with `is_best` stays beside them.
+    asynchronous: files are written behind what comes next. group: a gloo group of its own, on which nothing else
+    communicates (a save in the background would meet it), whose timeout is longer than a save takes; None: this
+    process alone.
     """
-    final = folder / f"iteration-{iteration:08d}"
-    partial = folder / f"{_PARTIAL}{final.name}"
-    with naming(final):
-        folder.mkdir(parents=True, exist_ok=True)
-        _tidy(folder)
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        *,
+        keep: int = 2,
+        asynchronous: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.folder, self.identity = folder, plain_json(identity)
+        self.keep, self.asynchronous, self.group = keep, asynchronous, group
+        self._pending: tuple[Path, Future[Any]] | None = None
+
+    def save(
+        self, iteration: int, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], *, is_best: bool = False
+    ) -> None:
+        """Write the checkpoint after `iteration` finished iterations, then let the oldest go.
+
+        tensors: by the same names on every rank; DTensors are saved by shards, others by one rank. plain: rank 0's is
+        kept, as JSON. All ranks call this; it waits for the save before it. Asynchronous: returns when the tensors
+        are copied to host memory, and an error comes at the next `save` or `wait`. Raises on every rank: OSError that
+        names the path (a full disk), with the older checkpoints untouched; TypeError for plain state that is not.
+        """
+        self.wait()
+        final = path_of(self.folder, iteration)
+        manifest = {
+            "format": FORMAT,
+            "iteration": iteration,
+            "identity": self.identity,
+            "is_best": is_best,
+            "world_size": size_of(self.group),
+            "plain": plain_json(plain),
+        }
+        writer = ShardedWriter(
+            partial_of(final), partial(self._begin, final), partial(self._complete, final, manifest)
+        )
+        ranks: dict[str, Any] = {"process_group": self.group, "no_dist": self.group is None}
+        if self.asynchronous:
+            pending = dcp.async_save(dict(tensors), storage_writer=writer, **ranks)
+            assert isinstance(pending, Future)
+            self._pending = (final, pending)
+            return
         try:
-            _write(partial, iteration, state, identity, is_best)
-            _take_name(partial, final)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        _forget(folder, iteration, keep)
-    return final
+            dcp.save(dict(tensors), storage_writer=writer, **ranks)
+        except CheckpointException as error:
+            raise self._failure(final, error) from error
+
+    def wait(self) -> None:
+        """Return when no save is on its way; all ranks' returns mean that the checkpoint is complete.
+
+        Raises what went wrong with it, on every rank.
+        """
+        if self._pending is None:
+            return
+        final, pending = self._pending
+        error = pending.exception()
+        self._pending = None
+        if isinstance(error, CheckpointException):
+            raise self._failure(final, error) from error
+        if error is not None:  # a rank is gone, or slower than the group's timeout
+            raise RuntimeError(f"{final}: not saved: {_one_line(error)}") from error
+
+    def close(self) -> None:
+        """`wait`: nothing else is held."""
+        self.wait()
+
+    def newest_whole(self) -> Checkpoint | None:
+        """The newest whole checkpoint, the same on all ranks, and none of its tensors; see the function."""
+        self.wait()
+        return newest_whole(self.folder, self.identity, group=self.group)
+
+    def load(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Fill `tensors` from a checkpoint, in place and bit for bit; all ranks call this with the same names.
+
+        They may be split otherwise, or over another number of ranks, than those that were saved. Returns the names
+        that the checkpoint does not hold; their tensors stay as they are. Raises ValueError where a shape or dtype
+        differs.
+        """
+        wanted = {name: tensor.detach() for name, tensor in tensors.items() if name in checkpoint.tensors}
+        for name, tensor in wanted.items():
+            there = checkpoint.tensors[name]
+            here = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+            if here != there:
+                raise ValueError(
+                    f"{checkpoint.path} is a checkpoint of another model: {name} is {there['dtype']} "
+                    f"{tuple(there['shape'])} there and {here['dtype']} {tuple(here['shape'])} here"
+                )
+        if wanted:
+            reader = dcp.FileSystemReader(checkpoint.path)
+            try:
+                dcp.load(wanted, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
+            except CheckpointException as error:
+                raise _first(checkpoint.path, "read", error) from error
+        return [name for name in tensors if name not in checkpoint.tensors]
+
+    def load_newest(self, tensors: Mapping[str, Tensor]) -> Checkpoint | None:
+        """Fill `tensors` from the newest whole checkpoint; None where there is none at all."""
+        checkpoint = self.newest_whole()
+        if checkpoint is not None:
+            self.load(checkpoint, tensors)
+        return checkpoint
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        with contextlib.suppress(*[Exception] if error else []):  # what failed first is told
+            self.close()
+
+    def _begin(self, final: Path) -> None:
+        with naming(final):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tidy(self.folder)
+            partial_of(final).mkdir()
+
+    def _complete(
+        self, final: Path, manifest: dict[str, Any], files: dict[str, Any], tensors: dict[str, Any]
+    ) -> None:
+        with naming(final):
+            text = as_json(manifest | {"files": files, "tensors": tensors})
+            write_atomic(partial_of(final) / MANIFEST, text)
+            take_name(final)
+            forget(self.folder, manifest["iteration"], self.keep)
+
+    def _failure(self, final: Path, error: CheckpointException) -> BaseException:
+        """What to raise; nothing half-written stays."""
+        if rank_of(self.group) == 0:
+            remove(partial_of(final))
+        return _first(final, "save", error)
 
 
-def load_newest(folder: Path, identity: Mapping[str, Any] | None = None) -> Loaded | None:
-    """The newest whole checkpoint; None where there is none at all.
-
-    Damaged ones are passed over, each with a note that names what is wrong. Raises ValueError when all are
-    damaged, when one that is newer than all whole ones has a format that this version does not know, and when the
-    newest whole one is of another model than `identity`.
-    """
-    notes: list[str] = []
-    for path in newest(folder):
-        damage = _damage(path)
-        if damage is None:
-            return _read(path, identity, [f"{note}; took {path.name}" for note in notes])
-        notes.append(f"{path} is damaged ({damage})")
-    if notes:
-        raise ValueError(f"no checkpoint is whole: {'; '.join(notes)}; start again in another run.folder")
-    return None
+def _first(path: Path, verb: str, error: CheckpointException) -> BaseException:
+    """The error of the first rank that failed, in one line that names the checkpoint."""
+    rank, (first, _) = min(error.failures.items())
+    if isinstance(first, KeyboardInterrupt):
+        return first
+    if isinstance(first, FileNotFoundError) and rank:
+        return ValueError(f"{path}: rank {rank} does not see it; take a run.folder on a disk that all ranks share")
+    if isinstance(first, OSError) and first.errno is not None:
+        return OSError(first.errno, first.strerror, str(path))
+    return RuntimeError(f"{path}: rank {rank} could not {verb} it: {_one_line(first)}")
 
 
-def load(path: Path, identity: Mapping[str, Any] | None = None) -> Loaded:
-    """One checkpoint. Raises ValueError when it is damaged or of another model than `identity`."""
-    damage = _damage(path)
-    if damage is not None:
-        raise ValueError(f"{path} is damaged ({damage})")
-    return _read(path, identity, [])
-
-
-def newest(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, whole or not, newest first."""
-    found = {}
-    for path in _entries(folder):  # one that stepped aside sorts first, and counts where none has its name
-        if match := _NAME.fullmatch(path.name.removeprefix(_REPLACED)):
-            found[int(match[1])] = path
-    return [found[iteration] for iteration in sorted(found, reverse=True)]
-
-
-def best(folder: Path) -> Path | None:
-    """The newest checkpoint that was saved with `is_best`."""
-    for path in newest(folder):
-        with contextlib.suppress(OSError, ValueError):  # damaged, or of a format to come
-            if _manifest(path).get("is_best"):
-                return path
-    return None
-
-
-class _Damaged(ValueError):
-    """A checkpoint's manifest is not what was written."""
-
-
-class _Digested:
-    """A file that is written and digested in one pass, so that the digest is of what was meant."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.digest, self.num_bytes = file, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> None:
-        self.file.write(data)
-        self.digest.update(data)
-        self.num_bytes += len(data)
-
-
-def _read(path: Path, identity: Mapping[str, Any] | None, notes: list[str]) -> Loaded:
-    """A checkpoint whose files are known to be whole."""
-    manifest = _manifest(path)
-    if identity is not None:
-        _compare(path, manifest["identity"], _plain(identity))
-    with (path / _STATE).open("rb") as file:
-        return Loaded(manifest["iteration"], read_state(file), notes)
-
-
-def _write(partial: Path, iteration: int, state: dict[str, Any], identity: Mapping[str, Any], is_best: bool) -> None:
-    partial.mkdir()
-    with new_file(partial / _STATE) as file:
-        digested = _Digested(file)
-        write_state(digested, state)
-    manifest = {
-        "format": 1,
-        "iteration": iteration,
-        "identity": _plain(identity),
-        "is_best": is_best,
-        "files": {_STATE: {"bytes": digested.num_bytes, "sha256": digested.digest.hexdigest()}},
-    }
-    write_atomic(partial / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
-
-
-def _take_name(partial: Path, final: Path) -> None:
-    """Rename into place. One of the same name steps aside first; `_tidy` brings it back after a kill between."""
-    replaced = final.with_name(f"{_REPLACED}{final.name}")
-    if final.exists():
-        final.rename(replaced)
-    partial.rename(final)
-    sync_folder(final.parent)
-    with contextlib.suppress(OSError):
-        _remove(replaced)
-
-
-def _tidy(folder: Path) -> None:
-    """Clear away what a kill left behind."""
-    for path in _entries(folder):
-        if path.name.startswith(_PARTIAL):
-            _remove(path)
-        elif path.name.startswith(_REPLACED):
-            final = path.with_name(path.name.removeprefix(_REPLACED))
-            _remove(path) if final.exists() else path.rename(final)
-
-
-def _forget(folder: Path, iteration: int, keep: int) -> None:
-    present = newest(folder)
-    later = [path for path in present if int(path.name.rpartition("-")[2]) > iteration]
-    best_so_far = best(folder)
-    older = [path for path in present if path not in later and path != best_so_far]
-    for path in later + older[keep:]:
-        gone = path.with_name(f"{_PARTIAL}{path.name}")  # so that a kill leaves none half-deleted under its name
-        path.rename(gone)
-        _remove(gone)
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, or whatever else stands under a checkpoint's name; nothing where there is nothing."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _entries(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest, with every key that is read here. Raises `_Damaged`, and ValueError for another format."""
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        raise _Damaged(f"{_MANIFEST} is missing or cut short") from None
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        raise _Damaged(f"{_MANIFEST} is not a manifest: it names no format")
-    if manifest["format"] != 1:
-        raise ValueError(
-            f"{path} has format {str(manifest['format'])[:20]}, this version reads 1; go on with the version of "
-            "stretto that wrote it, or move it out of the folder to go on from the checkpoint before it"
-        )
-    for key, kind in (("iteration", int), ("identity", dict), ("files", dict)):
-        if type(manifest.get(key)) is not kind:
-            raise _Damaged(f"{_MANIFEST} is not whole: {key} is missing or of a wrong type")
-    for name in {_STATE, *manifest["files"]}:
-        expected = manifest["files"].get(name)
-        if not isinstance(expected, dict) or not {"bytes", "sha256"} <= expected.keys() or Path(name).name != name:
-            raise _Damaged(f"{_MANIFEST} is not whole: it does not tell the size and SHA-256 of {name[:40]}")
-    return manifest
-
-
-def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files, or None."""
-    try:
-        files = _manifest(path)["files"]
-    except _Damaged as damage:
-        return str(damage)
-    for name, expected in files.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        num_bytes = (path / name).stat().st_size
-        if num_bytes != expected["bytes"]:
-            return f"{name} has {num_bytes} bytes, {str(expected['bytes'])[:20]} were written"
-        with (path / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-                return f"{name} is not what was written: its SHA-256 differs"
-    return None
-
-
-def _plain(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity as JSON gives it back, so that tuples and lists compare equal."""
-    return dict(json.loads(json.dumps(dict(identity))))
-
-
-_ABSENT = object()
-
-
-def _compare(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    differing = list(_differences(there, here))
-    if differing:
-        more = f" (and {len(differing) - 3} more)" if len(differing) > 3 else ""
-        raise ValueError(
-            f"{path} is a checkpoint of another model: {'; '.join(differing[:3])}{more}; go on with its own, or in "
-            "another run.folder"
-        )
-
-
-def _differences(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
-    """A phrase a key whose values differ; of a table the first of its entries that differ, and their number."""
-    for key in _differing(there, here):
-        one, other = there.get(key, _ABSENT), here.get(key, _ABSENT)
-        if isinstance(one, dict) and isinstance(other, dict):
-            inner = _differing(one, other)
-            one, other = one.get(inner[0], _ABSENT), other.get(inner[0], _ABSENT)
-            key = f"{len(inner)} of the {key} differ, first {inner[0][-60:]}"
-            yield f"{key}: {_shown(one)} there and {_shown(other)} here"
-        else:
-            yield f"{key} is {_shown(one)} there and {_shown(other)} here"
-
-
-def _differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    return [key for key in {**here, **there} if there.get(key, _ABSENT) != here.get(key, _ABSENT)]
-
-
-def _shown(value: Any) -> str:
-    text = "absent" if value is _ABSENT else repr(value)
-    return text if len(text) <= 30 else f"{text[:27]}..."
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

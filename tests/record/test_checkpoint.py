@@ -1,10 +1,12 @@
-"""Checkpoints: equal to what was saved, whole or not there, and of the right model."""
+"""Checkpoints of one process: equal to what was saved, whole or not there, and of the right model."""
 
 import errno
 import json
 import os
 import resource
 import subprocess
+import threading
+import time
 
 import pytest
 import torch
@@ -12,42 +14,40 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stretto.record import checkpoint
+from stretto.record.checkpoint import Checkpoints
+from stretto.record.sharded_files import ShardedWriter
 from tests.record.processes import child, contents, end_of, kill_at_every_step, left_as_it_was
 
 IDENTITY = {"adapter": "digits", "rank": 16, "latent_shape": (16, 4)}
+SHARDS = "__0_0.distcp"
 
 
-def state_of(iteration):
-    """A state like a run's, that tells which iteration it is of."""
+def tensors_of(iteration):
+    """Tensors like a run's, that tell which iteration they are of."""
     weight = torch.full((64, 64), float(iteration))
     return {
-        "weights": {"a.lora_A.weight": weight, "a.lora_B.weight": weight.bfloat16()},
-        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": weight}}, "param_groups": [{"lr": 1e-3}]},
-        "rng": torch.get_rng_state(),
-        "window": (iteration, None, True),
+        "weights/a.lora_A.weight": weight,
+        "weights/a.lora_B.weight": weight.bfloat16(),
+        "optimizer/a.lora_A.weight/step": torch.tensor(3.0),
+        "optimizer/a.lora_A.weight/exp_avg": weight,
     }
 
 
-def save(folder, iteration, **options):
-    options = {"identity": IDENTITY, "keep": 3, **options}
-    return checkpoint.save(folder, iteration, state_of(iteration), **options)
+def save(folder, iteration, identity=IDENTITY, is_best=False, asynchronous=False, **options):
+    with Checkpoints(folder, identity, asynchronous=asynchronous, **{"keep": 3, **options}) as checkpoints:
+        checkpoints.save(iteration, tensors_of(iteration), {"window": [iteration, None, True]}, is_best=is_best)
+    return folder / f"iteration-{iteration:08d}"
+
+
+def newest(folder, identity=IDENTITY):
+    return checkpoint.newest_whole(folder, identity)
 
 
 def assert_same(here, there):
-    assert type(here) is type(there)
-    if isinstance(here, dict):
-        assert list(here) == list(there)
-        for key in here:
-            assert_same(here[key], there[key])
-    elif isinstance(here, list | tuple):
-        assert len(here) == len(there)
-        for one, other in zip(here, there):
-            assert_same(one, other)
-    elif isinstance(here, torch.Tensor):
-        assert (here.dtype, here.shape) == (there.dtype, there.shape)
-        assert torch.equal(bits(here), bits(there))
-    else:
-        assert here == there or (here != here and there != there)
+    assert list(here) == list(there)
+    for name in here:
+        assert (here[name].dtype, here[name].shape) == (there[name].dtype, there[name].shape)
+        assert torch.equal(bits(here[name]), bits(there[name]))
 
 
 def bits(tensor):
@@ -70,33 +70,37 @@ TENSORS = st.builds(
     st.lists(st.integers(0, 3), max_size=3),
     st.integers(0, 99),
 )
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-KEYS = st.integers(-3, 3) | st.text("a/1'", max_size=3) | st.just("__metadata__")
-NESTS = st.recursive(
-    PLAIN | TENSORS,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(KEYS, inner, max_size=3)
-    ),
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+PLAIN = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=12,
 )
+NAMES = st.text("a/1'.é ", min_size=1, max_size=4)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(KEYS, NESTS, max_size=4))
-def test_any_state_comes_back_bit_for_bit_and_type_for_type(tmp_path, state):
-    checkpoint.save(tmp_path, 1, state, identity=IDENTITY)
-    assert_same(checkpoint.load_newest(tmp_path, IDENTITY).state, state)
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(NAMES, TENSORS, max_size=4), st.dictionaries(st.text(max_size=3), PLAIN, max_size=4))
+def test_any_state_comes_back_bit_for_bit(tmp_path, tensors, plain):
+    with Checkpoints(tmp_path, IDENTITY) as checkpoints:
+        checkpoints.save(1, tensors, plain)
+        filled = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
+        found = checkpoints.load_newest(filled)
+    assert found.plain == plain
+    assert_same(filled, tensors)
+    assert_same(checkpoint.read_tensors(found), tensors)
 
 
 def test_special_values_come_back_bit_for_bit(tmp_path):
     special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-42])
-    state = {"f": special, "view": torch.arange(12.0).reshape(3, 4).t(), "p": torch.nn.Parameter(torch.ones(2))}
-    state["bf16"] = special.bfloat16()
-    checkpoint.save(tmp_path, 1, state, identity={})
-    loaded = checkpoint.load_newest(tmp_path).state
-    assert_same(loaded, {**state, "p": torch.ones(2)})
+    tensors = {"f": special, "view": torch.arange(12.0).reshape(3, 4).t(), "p": torch.nn.Parameter(torch.ones(2))}
+    tensors["bf16"] = special.bfloat16()
+    with Checkpoints(tmp_path, {}) as checkpoints:
+        checkpoints.save(1, tensors, {"x": float("nan"), "y": float("-inf"), "z": 0.1, "tuple": (1, (2,))})
+    found = checkpoint.newest_whole(tmp_path)
+    assert_same(checkpoint.read_tensors(found), tensors)
+    assert found.plain["x"] != found.plain["x"]
+    assert {**found.plain, "x": 0} == {"x": 0, "y": float("-inf"), "z": 0.1, "tuple": [1, [2]]}
 
 
 def test_an_optimizer_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path):
@@ -107,29 +111,91 @@ def test_an_optimizer_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_p
     weight = torch.nn.Parameter(torch.arange(3.0))
     optimizer = torch.optim.AdamW([weight])
     step(weight, optimizer)
-    checkpoint.save(tmp_path, 1, {"weight": weight, "optimizer": optimizer.state_dict()}, identity={})
-    state = checkpoint.load_newest(tmp_path).state
-    again = torch.nn.Parameter(state["weight"])
+    checkpoints = Checkpoints(tmp_path, {})
+    checkpoints.save(1, {"weight": weight, **optimizer.state[weight]}, {})
+    again = torch.nn.Parameter(torch.zeros(3))
     resumed = torch.optim.AdamW([again])
-    resumed.load_state_dict(state["optimizer"])
+    step(again, resumed)
+    checkpoints.load_newest({"weight": again, **resumed.state[again]})
     step(weight, optimizer)
     step(again, resumed)
     assert torch.equal(weight, again)
 
 
-def test_any_safetensors_reader_opens_the_tensors(tmp_path):
-    from safetensors.torch import load_file
+def test_a_part_of_a_checkpoint_is_read_by_its_prefix(tmp_path):
+    save(tmp_path, 7)
+    read = checkpoint.read_tensors(newest(tmp_path), "weights/")
+    assert list(read) == ["a.lora_A.weight", "a.lora_B.weight"]
+    assert torch.equal(read["a.lora_A.weight"], torch.full((64, 64), 7.0))
 
-    path = save(tmp_path, 7)
-    tensors = load_file(path / "state.safetensors")
-    assert torch.equal(tensors["weights/a.lora_A.weight"], torch.full((64, 64), 7.0))
+
+def test_any_reader_of_distributed_checkpoints_opens_it(tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(save(tmp_path, 7), tmp_path / "one.pt")
+    assert_same(torch.load(tmp_path / "one.pt"), tensors_of(7))
 
 
-def test_what_has_no_place_in_a_checkpoint_is_named_and_nothing_is_left(tmp_path):
+@pytest.mark.parametrize(
+    ("plain", "told"),
+    [
+        ({"history": {"odd": object()}}, "history/odd: a object has no place"),
+        ({"a": {1: 2}}, "a: the key 1 of plain"),
+    ],
+)
+def test_what_has_no_place_in_plain_state_is_named_and_nothing_is_left(tmp_path, plain, told):
     save(tmp_path, 1)
-    with left_as_it_was(tmp_path), pytest.raises(TypeError, match="weights/odd: a object has no place"):
-        checkpoint.save(tmp_path, 2, {"weights": {"odd": object()}}, identity={})
+    with left_as_it_was(tmp_path), pytest.raises(TypeError, match=told):
+        Checkpoints(tmp_path, {}).save(2, {}, plain)
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-00000001"]
+
+
+def test_names_that_a_checkpoint_lacks_are_told_and_their_tensors_stay(tmp_path):
+    save(tmp_path, 1)
+    checkpoints = Checkpoints(tmp_path, IDENTITY)
+    wanted = {"weights/a.lora_A.weight": torch.zeros(64, 64), "ema/a": torch.ones(2)}
+    assert checkpoints.load(checkpoints.newest_whole(), wanted) == ["ema/a"]
+    assert torch.equal(wanted["ema/a"], torch.ones(2))
+    assert torch.equal(wanted["weights/a.lora_A.weight"], torch.ones(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [(torch.zeros(64, 32), r"float32 \(64, 32\) here"), (torch.zeros(64, 64).half(), r"float16 \(64, 64\) here")],
+)
+def test_a_tensor_of_another_shape_or_dtype_is_refused_by_name(tmp_path, other, told):
+    save(tmp_path, 1)
+    checkpoints = Checkpoints(tmp_path, IDENTITY)
+    with pytest.raises(ValueError, match=rf"weights/a.lora_A.weight is float32 \(64, 64\) there and {told}"):
+        checkpoints.load_newest({"weights/a.lora_A.weight": other})
+
+
+def test_what_is_saved_in_the_background_is_what_was_there_at_the_call(tmp_path, monkeypatch):
+    gate, write = threading.Event(), ShardedWriter.write_data
+    monkeypatch.setattr(ShardedWriter, "write_data", lambda *args: (gate.wait(30), write(*args))[1])
+    tensors, plain = tensors_of(1), {"history": [1]}
+    checkpoints = Checkpoints(tmp_path, IDENTITY)
+    checkpoints.save(1, tensors, plain)
+    assert checkpoint.newest(tmp_path) == []
+    tensors["weights/a.lora_A.weight"].zero_()
+    plain["history"].append(2)
+    gate.set()
+    checkpoints.close()
+    assert_same(checkpoint.read_tensors(newest(tmp_path)), tensors_of(1))
+    assert newest(tmp_path).plain == {"history": [1]}
+
+
+def test_a_save_waits_for_the_one_before_it_and_blocks_for_the_copy_alone(tmp_path, monkeypatch):
+    write = ShardedWriter.write_data
+    monkeypatch.setattr(ShardedWriter, "write_data", lambda *args: (time.sleep(1.0), write(*args))[1])
+    checkpoints, start = Checkpoints(tmp_path, IDENTITY), time.monotonic()
+    checkpoints.save(1, tensors_of(1), {})
+    assert time.monotonic() - start < 0.8
+    checkpoints.save(2, tensors_of(2), {})
+    assert 1.0 < time.monotonic() - start < 1.8
+    assert newest(tmp_path).iteration == 1
+    checkpoints.wait()
+    assert newest(tmp_path).iteration == 2
 
 
 def test_the_newest_are_kept_and_the_best_beside_them(tmp_path):
@@ -137,11 +203,11 @@ def test_the_newest_are_kept_and_the_best_beside_them(tmp_path):
         save(tmp_path, iteration, keep=2, is_best=iteration in (1, 3))
     assert [path.name[-1] for path in checkpoint.newest(tmp_path)] == ["6", "5", "3"]
     assert checkpoint.best(tmp_path).name == "iteration-00000003"
-    assert checkpoint.load(checkpoint.best(tmp_path)).iteration == 3
+    assert checkpoint.whole(checkpoint.best(tmp_path)).iteration == 3
 
 
 def test_there_is_nothing_to_load_before_the_first(tmp_path):
-    assert checkpoint.load_newest(tmp_path / "none") is None
+    assert checkpoint.newest_whole(tmp_path / "none") is None
     assert checkpoint.best(tmp_path / "none") is None
 
 
@@ -158,34 +224,39 @@ def flip(path):
 @pytest.mark.parametrize(
     ("file", "harm", "told"),
     [
-        ("state.safetensors", truncate, "were written"),
-        ("state.safetensors", flip, "its SHA-256 differs"),
-        ("state.safetensors", os.unlink, "state.safetensors is missing"),
+        (SHARDS, truncate, "were written"),
+        (SHARDS, flip, "its SHA-256 differs"),
+        (SHARDS, os.unlink, f"{SHARDS} is missing"),
+        (".metadata", flip, ".metadata is not what was written"),
+        (".metadata", os.unlink, ".metadata is missing"),
         ("manifest.json", truncate, "manifest.json is missing or cut short"),
         ("manifest.json", os.unlink, "manifest.json is missing or cut short"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(tmp_path, file, harm, told):
     save(tmp_path, 1)
-    harm(save(tmp_path, 2) / file)
-    loaded = checkpoint.load_newest(tmp_path, IDENTITY)
-    assert loaded.iteration == 1
-    assert_same(loaded.state, {**state_of(1), "rng": loaded.state["rng"]})
-    (note,) = loaded.notes
+    damaged = save(tmp_path, 2)
+    harm(damaged / file)
+    found = newest(tmp_path)
+    assert found.iteration == 1
+    assert_same(checkpoint.read_tensors(found), tensors_of(1))
+    (note,) = found.notes
     assert "iteration-00000002 is damaged" in note
     assert told in note
     assert note.endswith("took iteration-00000001")
+    with pytest.raises(ValueError, match="iteration-00000002 is damaged"):
+        checkpoint.whole(damaged)
 
 
 def test_damaged_checkpoints_alone_are_not_a_fresh_start(tmp_path):
-    truncate(save(tmp_path, 1) / "state.safetensors")
+    truncate(save(tmp_path, 1) / SHARDS)
     with pytest.raises(ValueError, match=r"no checkpoint is whole: .*iteration-00000001 is damaged"):
-        checkpoint.load_newest(tmp_path)
+        checkpoint.newest_whole(tmp_path)
 
 
 def test_a_run_that_went_back_leaves_no_later_checkpoint(tmp_path):
     save(tmp_path, 10)
-    truncate(save(tmp_path, 20, is_best=True) / "state.safetensors")
+    truncate(save(tmp_path, 20, is_best=True) / SHARDS)
     save(tmp_path, 15)
     assert [path.name for path in checkpoint.newest(tmp_path)] == ["iteration-00000015", "iteration-00000010"]
 
@@ -193,16 +264,15 @@ def test_a_run_that_went_back_leaves_no_later_checkpoint(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused_and_the_difference_told(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(ValueError, match="another model: rank is 16 there and 32 here"):
-        checkpoint.load_newest(tmp_path, {**IDENTITY, "rank": 32})
+        newest(tmp_path, {**IDENTITY, "rank": 32})
 
 
 def test_a_difference_of_many_parameters_is_told_by_the_first_and_their_number(tmp_path):
     names = [f"transformer_blocks.{i}.attn.to_q.lora_A.weight" for i in range(500)]
-    there = {**IDENTITY, "parameters": {name: [16, 3072] for name in names}}
-    checkpoint.save(tmp_path, 1, state_of(1), identity=there)
+    save(tmp_path, 1, {**IDENTITY, "parameters": {name: [16, 3072] for name in names}})
     here = {"parameters": {name: [32, 3072] for name in names[1:]}, "rank": 32, "adapter": "flux", "more": 1}
     with pytest.raises(ValueError, match="another model") as caught:
-        checkpoint.load_newest(tmp_path, here)
+        newest(tmp_path, here)
     told = str(caught.value).removeprefix(str(tmp_path))
     assert "500 of the parameters differ, first transformer_blocks.1.attn.to_q.lora_A.weight" in told
     assert "[16, 3072] there and [32, 3072] here; rank is 16 there and 32 here; adapter is 'digits'" in told
@@ -216,10 +286,13 @@ def test_a_difference_of_many_parameters_is_told_by_the_first_and_their_number(t
         {"identity": None},
         {"identity": "digits"},
         {"iteration": "2"},
+        {"plain": None},
+        {"tensors": {"a": 7}},
         {"files": []},
         {"files": {}},
-        {"files": {"state.safetensors": 7}},
-        {"files": {"state.safetensors": {"bytes": 3}}},
+        {"files": {".metadata": 7}},
+        {"files": {".metadata": {"bytes": 3}}},
+        {"files": {"../odd": {"bytes": 3, "sha256": ""}}},
     ],
     ids=str,
 )
@@ -227,27 +300,27 @@ def test_a_manifest_without_its_keys_counts_as_damaged(tmp_path, change):
     save(tmp_path, 1)
     manifest = save(tmp_path, 2) / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
-    loaded = checkpoint.load_newest(tmp_path, IDENTITY)
-    assert loaded.iteration == 1
-    assert "iteration-00000002 is damaged (manifest.json is not whole" in loaded.notes[0]
+    found = newest(tmp_path)
+    assert found.iteration == 1
+    assert "iteration-00000002 is damaged (manifest.json is not whole" in found.notes[0]
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "7", "null"])
 def test_a_manifest_that_is_none_counts_as_damaged(tmp_path, text):
     save(tmp_path, 1)
     (save(tmp_path, 2, is_best=True) / "manifest.json").write_text(text)
-    assert checkpoint.load_newest(tmp_path, IDENTITY).iteration == 1
+    assert newest(tmp_path).iteration == 1
     assert checkpoint.best(tmp_path) is None
 
 
-def test_a_checkpoint_of_a_format_to_come_is_refused_with_the_ways_out_and_saving_goes_on(tmp_path):
+def test_a_checkpoint_of_another_format_is_refused_with_the_ways_out_and_saving_goes_on(tmp_path):
     save(tmp_path, 1)
     manifest = save(tmp_path, 2) / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
-    with pytest.raises(ValueError, match=r"has format 2, this version reads 1; go on with the version .* or move it"):
-        checkpoint.load_newest(tmp_path, IDENTITY)
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 3}))
+    with pytest.raises(ValueError, match=r"has format 3, this version reads 2; go on with the version .* or move it"):
+        newest(tmp_path)
     save(tmp_path, 3)
-    assert checkpoint.load_newest(tmp_path, IDENTITY).iteration == 3
+    assert newest(tmp_path).iteration == 3
 
 
 def test_a_plain_file_under_a_checkpoints_name_is_damage_and_does_not_stop_saving(tmp_path):
@@ -255,12 +328,13 @@ def test_a_plain_file_under_a_checkpoints_name_is_damage_and_does_not_stop_savin
     for number in (2, 9):
         (tmp_path / f"iteration-{number:08d}").write_text("no folder")
     (tmp_path / ".partial-iteration-00000005").write_text("no folder")
-    assert checkpoint.load_newest(tmp_path, IDENTITY).iteration == 1
+    assert newest(tmp_path).iteration == 1
     save(tmp_path, 2, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-00000002"]
 
 
-def test_a_kill_before_any_step_of_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_kill_before_any_step_of_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path, asynchronous):
     folder = tmp_path / "checkpoints"
     seen = set()
 
@@ -268,12 +342,12 @@ def test_a_kill_before_any_step_of_a_save_leaves_the_old_or_the_new_checkpoint(t
         save(folder, 1, keep=1)
 
     def look():
-        loaded = checkpoint.load_newest(folder, IDENTITY)
-        assert loaded.notes == []
-        assert loaded.state["weights"]["a.lora_A.weight"][0, 0] == loaded.iteration
-        seen.add(loaded.iteration)
+        found = newest(folder)
+        assert found.notes == []
+        assert checkpoint.read_tensors(found)["weights/a.lora_A.weight"][0, 0] == found.iteration
+        seen.add(found.iteration)
 
-    kills = kill_at_every_step(prepare, lambda: save(folder, 2, keep=1), look)
+    kills = kill_at_every_step(prepare, lambda: save(folder, 2, keep=1, asynchronous=asynchronous), look)
     assert kills > 10
     assert seen == {1, 2}
     save(folder, 3, keep=1)
@@ -282,9 +356,9 @@ def test_a_kill_before_any_step_of_a_save_leaves_the_old_or_the_new_checkpoint(t
 
 def test_a_kill_while_a_checkpoint_replaces_one_of_its_name_leaves_one_of_them(tmp_path):
     def look():
-        loaded = checkpoint.load_newest(tmp_path, IDENTITY)
-        assert loaded.iteration == 1
-        assert loaded.notes == []
+        found = newest(tmp_path)
+        assert found.iteration == 1
+        assert found.notes == []
 
     kills = kill_at_every_step(lambda: save(tmp_path, 1), lambda: save(tmp_path, 1), look)
     assert kills > 10
@@ -292,13 +366,17 @@ def test_a_kill_while_a_checkpoint_replaces_one_of_its_name_leaves_one_of_them(t
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-00000001"]
 
 
-def test_a_file_that_may_not_grow_leaves_the_older_checkpoint_and_an_error_with_the_path(tmp_path):
+@pytest.mark.parametrize("limit", [100, 4000, 12000, 29000])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_file_that_may_not_grow_leaves_the_older_checkpoint_and_an_error_with_the_path(
+    tmp_path, asynchronous, limit
+):
     save(tmp_path, 1)
 
     def work():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         with pytest.raises(OSError, match="iteration-00000002") as caught:
-            save(tmp_path, 2)
+            save(tmp_path, 2, asynchronous=asynchronous)
         assert caught.value.errno == errno.EFBIG
 
     with left_as_it_was(tmp_path):
@@ -329,7 +407,7 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_an_error_with_the_path(ful
     assert caught.value.errno == errno.ENOSPC
     names = {path.name for path in full_disk.iterdir()}
     assert not any(name.startswith(".") for name in names)
-    newest = checkpoint.load_newest(full_disk, IDENTITY)
-    assert newest.notes == []
-    assert f"iteration-{newest.iteration + 1:08d}" in str(caught.value)
-    assert len(contents(full_disk)) == 2 * newest.iteration
+    found = newest(full_disk)
+    assert found.notes == []
+    assert f"iteration-{found.iteration + 1:08d}" in str(caught.value)
+    assert len(contents(full_disk)) == 3 * found.iteration
