@@ -27,10 +27,11 @@ from stretto.overlap.inputs import (
     scattered_slices,
 )
 from stretto.overlap.p2p import Call, peers_of
+from stretto.overlap.projections import Layout, Linears
 from stretto.overlap.queries import Attention, QuerySlices, scaled_dot_product_attention
 from stretto.overlap.query_split import AttentionReduceScatter
 from stretto.overlap.routes import Slices, sizes_from
-from stretto.overlap.ulysses import AttentionAllToAll, Layout, MatmulAllToAll
+from stretto.overlap.ulysses import AttentionAllToAll, MatmulAllToAll
 
 __all__ = [
     "attention_all_to_all",
@@ -41,6 +42,8 @@ __all__ = [
     "split_heads",
 ]
 
+LowRank = Sequence[tuple[Tensor, Tensor] | None] | None
+
 
 @outside_of_graphs
 def matmul_all_to_all(
@@ -50,6 +53,7 @@ def matmul_all_to_all(
     *,
     features: Sequence[Sequence[int]],
     biases: Sequence[Tensor | None] | None = None,
+    low_rank: LowRank = None,
     sizes: Sizes = None,
     schedule: str = "direct",
     num_subslices: int = 1,
@@ -64,6 +68,9 @@ def matmul_all_to_all(
         group: every rank of it makes this call.
         features: for each weight, how many of its F features every rank gets, in the order of ranks.
         biases: each (F,), or None.
+        low_rank: for each weight None, or a pair that is added before anything is sent, as LoRA is: low (batch,
+            rows of this rank, r), whatever the caller made of x, and up (F, r), whole and the same on every rank;
+            low up^T is the addition. Both of one dtype, x's, or float32 where x is 16-bit.
         sizes: rows of every rank, as in `all_gather_matmul`.
         schedule: "direct", "plain" or "auto", as in `all_gather_matmul`.
         num_subslices: pieces a rank's rows are cut in.
@@ -74,33 +81,40 @@ def matmul_all_to_all(
         For each weight (batch, sum(sizes), features[weight][rank]); laid out rows first.
 
     Gradients:
-        x: whole; head groups' parts are added as they arrive, own first. weights and biases: the part of this
-            rank's rows; sum them over the group, as for any weight that every rank holds.
+        x and lows: whole; head groups' parts are added as they arrive, own first. weights, biases and ups: the
+            part of this rank's rows; sum them over the group, as for any weight that every rank holds.
 
     Raises:
         As `all_gather_matmul`.
     """
-    bs = list(biases) if biases is not None else [None] * len(weights)
     options = {"schedule": schedule, "num_subslices": num_subslices, "check": check, "tuned_as": tuned_as}
-    call, how, layout, rows = projected(x, weights, bs, group, features, sizes, options)
-    out = MatmulAllToAll.apply(call, how, layout, rows, len(weights), *weights, *bs)
+    call, how, layout, rows, linears = projected(x, weights, biases, low_rank, group, features, sizes, options)
+    out = MatmulAllToAll.apply(call, how, layout, rows, *linears.flat())
     return own_features(out, how, layout)
 
 
 def projected(
     x: Tensor,
     weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None] | None,
+    low_rank: LowRank,
     group: dist.ProcessGroup,
     features: Sequence[Sequence[int]],
     sizes: Sizes,
     options: dict[str, Any],
-) -> tuple[Call, How, Layout, Tensor]:
+) -> tuple[Call, How, Layout, Tensor, Linears]:
     """The arguments of `matmul_all_to_all`, looked over, as its autograd function takes them."""
     peers = peers_of(group)
+    biases = [None] * len(weights) if biases is None else list(biases)
     with peers.call("matmul_all_to_all") as call:
         check_linear(x, weights, biases, 1)
-        how = checked_how(peers, gradients=needed(x, *weights, *biases), device=x.device, ring=False, **options)
+        pairs = [(None, None) if pair is None else pair for pair in low_rank or [None] * len(weights)]
+        if len(pairs) != len(weights):
+            raise ValueError(f"{len(pairs)} low_rank pairs for {len(weights)} weights; give one, or None, for each")
+        linears = Linears(list(weights), biases, [low for low, _ in pairs], [up for _, up in pairs])
+        linears = linears.looked_over(x)
+        gradients = needed(x, *weights, *biases, *(one for pair in pairs for one in pair if low_rank))
+        how = checked_how(peers, gradients=gradients, device=x.device, ring=False, **options)
         if len(features) != len(weights):
             raise ValueError(f"{len(features)} splits of features for {len(weights)} weights")
         cuts = tuple(Slices(sizes_from(f, peers.world_size)) for f in features)
@@ -109,7 +123,7 @@ def projected(
                 raise ValueError(f"features={cut.sizes} add up to {cut.total}, but the weight has {len(weight)}")
         rows = rows_first(x, 1)
         layout = Layout(gathered_slices(call, how, rows, sizes), cuts)
-    return call, how, layout, rows
+    return call, how, layout, rows, linears
 
 
 def own_features(out: Tensor, how: How, layout: Layout) -> list[Tensor]:

@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.overlap.attention import divided, own_features, projected
+from stretto.overlap.attention import LowRank, divided, own_features, projected
 from stretto.overlap.inputs import How, Sizes, needed, outside_of_graphs
 from stretto.overlap.p2p import Call
 from stretto.overlap.pending import Pending
+from stretto.overlap.projections import Layout
 from stretto.overlap.queries import Attention, QuerySlices, scaled_dot_product_attention
-from stretto.overlap.ulysses import Layout
 from stretto.overlap.ulysses_halves import AttentionStart, AttentionWait, MatmulStart, MatmulWait, Trip
 
 __all__ = ["attention_all_to_all_start", "matmul_all_to_all_start"]
@@ -31,6 +31,7 @@ def matmul_all_to_all_start(
     *,
     features: Sequence[Sequence[int]],
     biases: Sequence[Tensor | None] | None = None,
+    low_rank: LowRank = None,
     sizes: Sizes = None,
     schedule: str = "direct",
     num_subslices: int = 1,
@@ -47,11 +48,10 @@ def matmul_all_to_all_start(
         The gradients of others' rows leave where autograd comes to the wait, and are awaited where it comes to the
         start: what lay between the two forward hides them.
     """
-    bs = list(biases) if biases is not None else [None] * len(weights)
     options = {"schedule": schedule, "num_subslices": num_subslices, "check": check, "tuned_as": tuned_as}
-    call, how, layout, rows = projected(x, weights, bs, group, features, sizes, options)
+    call, how, layout, rows, linears = projected(x, weights, biases, low_rank, group, features, sizes, options)
     trip = _trip(call, how, layout)
-    own = MatmulStart.apply(trip, rows, len(weights), *weights, *bs)
+    own = MatmulStart.apply(trip, rows, *linears.flat())
     return Pending(lambda: own_features(MatmulWait.apply(trip, own), how, layout))
 
 

@@ -1,9 +1,10 @@
 """RMS norm over features that are sharded: one number a row is summed over the ranks.
 
-For norms of queries and keys across all heads, behind column layers. The hazard: the sum is waited for before
-and after; it is one number a row, so what it costs is latency. Source: RMSNorm (arXiv 1910.07467).
+For norms of queries and keys across all heads, behind column layers or a `matmul_all_to_all`. The hazard: the sum is
+waited for before and after; it is one number a row, so what it costs is latency. Source: RMSNorm (arXiv 1910.07467).
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,41 @@ from stretto.overlap.inputs import outside_of_graphs
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.sharding import Sharded, shard_parameters, shard_state
 
-__all__ = ["FeaturesRMSNorm"]
+__all__ = ["FeaturesRMSNorm", "features_rms_norms"]
+
+
+def features_rms_norms(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    group: dist.ProcessGroup,
+    *,
+    eps: Sequence[float | None],
+    num_features: int,
+) -> list[Tensor]:
+    """Several RMS norms over the last dimension, of which each rank has some, by one all-reduce.
+
+    Args:
+        xs: each (..., own features of it), alike in shape but for the last dimension, and of one dtype.
+        weights: each (own features,), or None.
+        group: every rank of it makes this call.
+        eps: of each norm; None: that of xs' dtype.
+        num_features: of all ranks together.
+
+    Returns:
+        Each of its x's shape and dtype.
+
+    Communication: one float32 (float64 for float64) number a row and norm, forward and backward.
+    Gradients: xs and weights, of own features; nothing else is sent.
+    """
+    wide = [x.to(sum_dtype(x.dtype)) for x in xs]
+    squares = torch.stack([one.square().sum(-1, keepdim=True) for one in wide])
+    totals: Tensor = _SumOverRanks.apply(squares, group)
+    normed = []
+    for x, one, total, weight, small in zip(xs, wide, totals, weights, eps):
+        small = torch.finfo(x.dtype).eps if small is None else small
+        y = one * torch.rsqrt(total / num_features + small)
+        normed.append((y if weight is None else y * weight).to(x.dtype))
+    return normed
 
 
 class FeaturesRMSNorm(nn.RMSNorm):
@@ -45,13 +80,9 @@ class FeaturesRMSNorm(nn.RMSNorm):
     @outside_of_graphs
     def forward(self, x: Tensor) -> Tensor:
         """One all-reduce, then own features alone."""
-        wide = x.to(sum_dtype(x.dtype))
-        total: Tensor = _SumOverRanks.apply(wide.square().sum(-1, keepdim=True), self.mesh.get_group())
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        y = wide * torch.rsqrt(total / self.normalized_shape[0] + eps)
-        if isinstance(self.weight, DTensor):
-            y = y * self.weight.to_local()
-        return y.to(x.dtype)
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else None
+        group, num_features = self.mesh.get_group(), self.normalized_shape[0]
+        return features_rms_norms([x], [weight], group, eps=[self.eps], num_features=num_features)[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         shard_state(state_dict, prefix, self.placements, self.mesh)

@@ -6,8 +6,6 @@ it is given. The hazard: the weights are whole on every rank, so their gradients
 part of the sum. Source: DeepSpeed-Ulysses (arXiv 2309.14509); hidden as in CommFuse (arXiv 2604.24013).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,124 +16,26 @@ from stretto.overlap.exchange import Trade, own_first, own_last
 from stretto.overlap.inputs import How
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import Call
-from stretto.overlap.products import output
+from stretto.overlap.projections import Gradients, Layout, Linears, projection, projection_gradient
 from stretto.overlap.queries import QuerySlices
-from stretto.overlap.routes import Slices
 from stretto.overlap.tuning import tuned
 
-__all__ = ["AttentionAllToAll", "Layout", "MatmulAllToAll"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which rows and which features of every rank."""
-
-    rows: Slices
-    features: tuple[Slices, ...]
-    """For each weight, the features of every rank."""
-
-    def cut(self, num_subslices: int) -> "Layout":
-        """The same with rows in another number of sub-slices."""
-        return replace(self, rows=self.rows.cut(num_subslices))
-
-    def width(self, rank: int) -> int:
-        """Features of a rank, over all weights."""
-        return sum(f.sizes[rank] for f in self.features)
-
-    def parts(self, rank: int) -> list[tuple[slice, slice]]:
-        """For each weight, the rank's features in the weight and their columns in its message."""
-        start, found = 0, []
-        for f in self.features:
-            found.append((f.rows(rank), slice(start, start + f.sizes[rank])))
-            start += f.sizes[rank]
-        return found
-
-
-@dataclass
-class Gradients:
-    """The sums that the backward of a projection makes, in `sum_dtype`; None where none is needed."""
-
-    x: Tensor | None
-    weights: list[Tensor | None]
-    biases: list[Tensor | None]
-
-    @classmethod
-    def zero(cls, x: Tensor, weights: list[Tensor], needs: tuple[bool, ...]) -> "Gradients":
-        """Nothing added yet; `needs` is said for x, num_weights (never), weights and biases."""
-        needs_w, needs_b = needs[2 : 2 + len(weights)], needs[2 + len(weights) :]
-        return cls(
-            torch.zeros_like(x, dtype=sum_dtype(x.dtype)) if needs[0] else None,
-            [torch.zeros_like(w, dtype=sum_dtype(w.dtype)) if n else None for w, n in zip(weights, needs_w)],
-            [w.new_zeros(len(w), dtype=sum_dtype(w.dtype)) if n else None for w, n in zip(weights, needs_b)],
-        )
-
-    def add(self, layout: Layout, peer: int, place: slice, piece: Tensor, x: Tensor, weights: list[Tensor]) -> None:
-        """Add what the gradient of a peer's head group, at some of the own rows, gives."""
-        mine = x[place].flatten(0, 1)
-        for (features, columns), weight, dw, db in zip(layout.parts(peer), weights, self.weights, self.biases):
-            part = piece[..., columns].flatten(0, 1)
-            if self.x is not None:
-                self.x[place] += (part @ weight[features]).view(len(piece), *x.shape[1:])
-            if dw is not None:
-                dw[features] += part.t() @ mine
-            if db is not None:
-                db[features] += part.sum(0, dtype=db.dtype)
-
-    def rounded(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """Of x, num_weights (None), weights and biases, in the inputs' dtype."""
-        dx, *rest = (None if total is None else total.to(dtype) for total in (self.x, *self.weights, *self.biases))
-        return dx, None, *rest
-
-
-def projection(
-    layout: Layout, rank: int, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Tensor
-) -> Trade:
-    """Own rows' features for every rank against its rows' own features, whose place is `out`."""
-    rows, inner = layout.rows, x.shape[1]
-
-    def make(peer: int, s: int) -> Tensor:
-        mine = x[rows.local(rank, s)]
-        made = x.new_empty(len(mine), inner, layout.width(peer))
-        for (features, columns), weight, bias in zip(layout.parts(peer), weights, biases):
-            output(mine, weight[features], None if bias is None else bias[features], made[..., columns])
-        return made
-
-    return Trade(
-        make=make,
-        room=lambda peer, s: out[rows.rows(peer, s)],
-        sent=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
-        received=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
-        num_subslices=rows.num_subslices,
-        device=x.device,
-    )
-
-
-def projection_gradient(layout: Layout, rank: int, grad: Tensor) -> Trade:
-    """The gradient of every rank's rows at own features against that of own rows at its features."""
-    rows, inner = layout.rows, grad.shape[1]
-    return Trade(
-        make=lambda peer, s: grad[rows.rows(peer, s)],
-        room=lambda peer, s: grad.new_empty(rows.size(rank, s), inner, layout.width(peer)),
-        sent=lambda peer: (rows.sizes[peer], inner, layout.width(rank)),
-        received=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
-        num_subslices=rows.num_subslices,
-        device=grad.device,
-    )
+__all__ = ["AttentionAllToAll", "MatmulAllToAll"]
 
 
 class MatmulAllToAll(torch.autograd.Function):
-    """x (sizes[rank], inner, K), weights (F, K) -> (sum(sizes), inner, sum of this rank's features)."""
+    """x (sizes[rank], inner, K), `Linears` -> (sum(sizes), inner, sum of this rank's features)."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, how: How, layout: Layout, x: Tensor, num_weights: int, *rest: Tensor) -> Tensor:
+    def forward(ctx: Any, call: Call, how: How, layout: Layout, x: Tensor, *flat: Tensor | None) -> Tensor:
         """Others' head groups are computed and sent first, the own last."""
-        weights, biases = rest[:num_weights], rest[num_weights:]
+        linears = Linears.of(flat)
         rank, inner = call.peers.rank, x.shape[1]
         out = x.new_empty(layout.rows.total, inner, layout.width(rank))
 
         def run(way: How) -> None:
             cut = layout.cut(way.num_subslices)
-            trade = projection(cut, rank, x, weights, biases, out)
+            trade = projection(cut, rank, x, linears, out)
             for peer, s, piece in own_last(call, way.header(call, x.dtype), trade, check=way.check):
                 if peer == rank:
                     out[cut.rows.rows(rank, s)] = piece
@@ -144,28 +44,29 @@ class MatmulAllToAll(torch.autograd.Function):
         with how.peers.resume(call):
             tuned(call, how, layout.rows.total, facts, run)
         ctx.how, ctx.layout = how, layout
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x, *linears.saved())
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Gradients of others' rows leave; each head group of the own rows is used as it comes, own first."""
-        x, *weights = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        linears = Linears.of(saved)
         how, layout, grad = ctx.how, ctx.layout, grads[0].contiguous()
         rank, needs = how.peers.rank, ctx.needs_input_grad[3:]
         facts = (x.shape[1:], tuple(f.sizes for f in layout.features), x.dtype, tuple(ctx.needs_input_grad))
 
         def run(way: How) -> Gradients:
-            found, cut = Gradients.zero(x, weights, needs), layout.cut(way.num_subslices)
+            found, cut = Gradients.zero(x, linears, needs), layout.cut(way.num_subslices)
             trade = projection_gradient(cut, rank, grad)
             for peer, s, piece in own_first(call, way.header(call, x.dtype), trade, check=way.check):
-                found.add(cut, peer, cut.rows.local(rank, s), piece, x, weights)
+                found.add(cut, peer, cut.rows.local(rank, s), piece, x, linears)
             return found
 
         with how.peers.call("matmul_all_to_all backward") as call:
             _, sums = tuned(call, how, layout.rows.total, facts, run)
-        return None, None, None, *sums.rounded(x.dtype)
+        return None, None, None, *sums.rounded(x, linears)
 
 
 def attended(layout: Layout, rank: int, queries: QuerySlices, q: Tensor) -> Trade:

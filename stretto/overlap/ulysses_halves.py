@@ -16,16 +16,9 @@ from torch.autograd.function import once_differentiable
 from stretto.overlap.exchange import Flight, Trade
 from stretto.overlap.inputs import How
 from stretto.overlap.p2p import Call
+from stretto.overlap.projections import Gradients, Layout, Linears, projection, projection_gradient
 from stretto.overlap.queries import QuerySlices
-from stretto.overlap.ulysses import (
-    Gradients,
-    Joined,
-    Layout,
-    attended,
-    attended_gradient,
-    projection,
-    projection_gradient,
-)
+from stretto.overlap.ulysses import Joined, attended, attended_gradient
 
 __all__ = ["AttentionStart", "AttentionWait", "MatmulStart", "MatmulWait", "Trip"]
 
@@ -48,36 +41,37 @@ class Trip:
 
 
 class MatmulStart(torch.autograd.Function):
-    """x (sizes[rank], inner, K), weights (F, K) -> (sizes[rank], inner, sum of this rank's features)."""
+    """x (sizes[rank], inner, K), `Linears` -> (sizes[rank], inner, sum of this rank's features)."""
 
     @staticmethod
-    def forward(ctx: Any, trip: Trip, x: Tensor, num_weights: int, *rest: Tensor) -> Tensor:
+    def forward(ctx: Any, trip: Trip, x: Tensor, *flat: Tensor | None) -> Tensor:
         """Others' head groups are computed and sent, then the own ones computed: these are returned."""
-        weights, biases = rest[:num_weights], rest[num_weights:]
+        linears = Linears.of(flat)
         call, how, layout, rank = trip.call, trip.how, trip.layout, trip.rank
         trip.out = x.new_empty(layout.rows.total, x.shape[1], layout.width(rank))
-        trade = projection(layout, rank, x, weights, biases, trip.out)
+        trade = projection(layout, rank, x, linears, trip.out)
         with how.peers.resume(call):
             trip.flight = Flight(call, how.header(call, x.dtype), trade, "scatter", check=how.check)
             own = trip.flight.leave()
         ctx.trip = trip
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x, *linears.saved())
         return own
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """What `MatmulWait` sent is used as it arrives, after the own."""
-        x, *weights = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        linears = Linears.of(saved)
         trip, rank, rows = ctx.trip, ctx.trip.rank, ctx.trip.layout.rows
-        sums = Gradients.zero(x, weights, ctx.needs_input_grad[1:])
+        sums = Gradients.zero(x, linears, ctx.needs_input_grad[1:])
         with trip.how.peers.resume(trip.call):
             for s in range(rows.num_subslices):
                 place = rows.local(rank, s)
-                sums.add(trip.layout, rank, place, grads[0][place], x, weights)
+                sums.add(trip.layout, rank, place, grads[0][place], x, linears)
             for peer, s, piece in trip.arrived().pieces():
-                sums.add(trip.layout, peer, rows.local(rank, s), piece, x, weights)
-        return None, *sums.rounded(x.dtype)
+                sums.add(trip.layout, peer, rows.local(rank, s), piece, x, linears)
+        return None, *sums.rounded(x, linears)
 
 
 class MatmulWait(torch.autograd.Function):

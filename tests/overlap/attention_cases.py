@@ -279,3 +279,50 @@ def ended_early() -> None:
         x.grad = weight.grad = None
     assert all(torch.equal(one, other) for one, other in zip(*grads))
     assert not peers_of(group).unfinished
+
+
+def low_rank(started: bool, num_subslices: int, dtype: str) -> None:
+    """An adapter beside a layer's weight gives what the merged weight gives, and its gradients."""
+    group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    draw, rows = Draw(13), [(2 * r) % 5 for r in range(1, n + 1)]
+    kind = getattr(torch, dtype)
+    whole = {
+        name: leaf(draw(*shape)) for name, shape in {"x": (2, sum(rows), 3), "q": (2 * n, 3), "k": (n, 3)}.items()
+    }
+    down, up = leaf(draw(2, 3)), leaf(draw(2 * n, 2))
+    merged = F.linear(whole["x"], whole["q"] + up @ down), F.linear(whole["x"], whole["k"])
+    loads = [draw(*y.shape) for y in merged]
+    sum((y * load).sum() for y, load in zip(merged, loads)).backward()
+    mine = {name: leaf(value.to(kind)) for name, value in whole.items()}
+    mine["x"] = leaf(part_of(group)(mine["x"], rows, 1))
+    wide = torch.float32 if kind is torch.bfloat16 else kind
+    a, b = leaf(down.to(wide)), leaf(up.to(wide))
+    called = matmul_all_to_all_start if started else matmul_all_to_all
+    low = F.linear(mine["x"].to(wide), a)
+    features, options = [[2] * n, [1] * n], {"sizes": rows, "num_subslices": num_subslices}
+    out = called(mine["x"], [mine["q"], mine["k"]], group, features=features, low_rank=[(low, b), None], **options)
+    outs, tolerance = (out.wait() if started else out), {"float64": 1e-12, "bfloat16": 2e-2}[dtype]
+    for y, width, expected in zip(outs, (2, 1), merged):
+        same("y", y.double(), expected[..., width * rank : width * (rank + 1)], tolerance)
+    parts = [load[..., w * rank : w * (rank + 1)] for w, load in zip((2, 1), loads)]
+    sum((y * part).sum() for y, part in zip(outs, parts)).backward()
+    joined = torch.zeros_like(whole["x"])
+    part_of(group)(joined, rows, 1).copy_(mine["x"].grad)
+    same("x.grad", summed(joined), whole["x"].grad, tolerance)
+    for name, found, expected in [("q", mine["q"], whole["q"]), ("down", a, down), ("up", b, up)]:
+        assert found.grad.dtype == found.dtype
+        same(name, summed(found.grad.double()), expected.grad, tolerance)
+
+
+def low_rank_that_fits_not() -> None:
+    group, x, weight = dist.group.WORLD, torch.ones(1, 2, 3), torch.ones(2, 3)
+    n = dist.get_world_size()
+    features = [[2] + [0] * (n - 1)]
+    for pair, message in [
+        ((torch.ones(1, 2, 4), torch.ones(3, 4)), r"\(1, 2, 4\) and \(3, 4\) must be \(1, 2, r\) and \(2, r\)"),
+        ((torch.ones(1, 2, 4), torch.ones(2, 4).double()), "float32 and torch.float64, and x is torch.float32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            matmul_all_to_all(x, [weight], group, features=features, low_rank=[pair])
+    with pytest.raises(ValueError, match="2 low_rank pairs for 1 weights"):
+        matmul_all_to_all(x, [weight], group, features=features, low_rank=[None, None])

@@ -71,6 +71,20 @@ def test_a_start_that_is_dropped_is_waited_for_by_the_next_call(ranks: Ranks, nu
     ranks.run(num_ranks, attention_cases.ended_early)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("started", "num_subslices", "dtype"), [(False, 1, "float64"), (True, 2, "float64"), (False, 2, "bfloat16")]
+)
+def test_an_adapter_of_low_rank_travels_in_the_message_of_its_layer(
+    ranks: Ranks, num_ranks: int, started: bool, num_subslices: int, dtype: str
+) -> None:
+    ranks.run(num_ranks, attention_cases.low_rank, started, num_subslices, dtype)
+
+
+def test_an_adapter_that_does_not_fit_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, attention_cases.low_rank_that_fits_not)
+
+
 def test_attention_works_under_activation_checkpointing(ranks: Ranks) -> None:
     ranks.run(3, attention_cases.checkpointed)
 
