@@ -43,10 +43,11 @@ def test_other_schedules_give_the_same(ranks: Ranks, schedule: str) -> None:
     ranks.run(2, ulysses_cases.trained, case(WAN, schedule=schedule))
 
 
-@pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize("family", [FLUX, WAN], ids=["flux", "wan"])
-def test_a_bf16_base_trains_as_closely_as_bf16_allows(ranks: Ranks, family: dict[str, Any], tuning: str) -> None:
-    ranks.run(2, ulysses_cases.trained, case(family, dtype="bfloat16", tuning=tuning))
+def test_a_bf16_base_and_autocast_train_as_closely_as_bf16_allows(ranks: Ranks, family: dict[str, Any]) -> None:
+    ranks.run(2, ulysses_cases.in_bf16, case(family, dtype="bfloat16", tuning="lora"), False)
+    ranks.run(2, ulysses_cases.in_bf16, case(family, dtype="float32"), True)
+    ranks.run(2, ulysses_cases.in_bf16, case(family, dtype="float32", tuning="lora"), True)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -55,11 +56,12 @@ def test_graphs_that_are_kept_go_backward_in_order(ranks: Ranks, family: dict[st
     ranks.run(3, ulysses_cases.retained, case(family, tuning="lora", checkpointed=checkpointed))
 
 
-@pytest.mark.parametrize(("num_ranks", "tuning", "checkpointing"), [(2, "lora", True), (3, "full", False)])
+@pytest.mark.parametrize(("num_ranks", "tuning", "dtype"), [(2, "lora", "float32"), (3, "full", "float64")])
 def test_the_digits_under_guidance_are_those_of_one_process(
-    ranks: Ranks, num_ranks: int, tuning: str, checkpointing: bool
+    ranks: Ranks, num_ranks: int, tuning: str, dtype: str
 ) -> None:
-    ranks.run(num_ranks, ulysses_cases.guided, tuning, checkpointing)
+    of = {"tuning": tuning, "dtype": dtype, "checkpointed": num_ranks == 2}
+    ranks.run(num_ranks, ulysses_cases.guided, of)
 
 
 @pytest.mark.parametrize("family", [FLUX, WAN], ids=["flux", "wan"])
