@@ -48,8 +48,10 @@ def load_judge(spec: str) -> Callable[..., dict[str, float]]:
     """The judge function called `spec`: the shipped `digits`, or a function as for `load_reward`.
 
     A judge takes media (B, ...) in [0, 1] and B prompts and returns a dict of numbers. Raises as
-    `load_reward`.
+    `load_reward`, and for an address: only rewards are asked elsewhere.
     """
+    if "://" in spec:
+        raise ValueError(f"judge {spec!r} is an address; a judge is a function, only a reward may be a service")
     return _load(spec, "judge", JUDGES)
 
 

@@ -4,12 +4,15 @@ One worker thread scores in the order of submission, so a reward that draws from
 would have drawn at once, and the results are bitwise those of `behind=False`, the slow thing beside this fast one.
 That holds as long as nobody else draws from or seeds those generators while something is pending: take the results
 before the iteration ends. The hazard is memory: media wait until they are scored, so rewards slower than the rollout
-pile them up, until `result` is called.
+pile them up, until `result` is called. And a thread that is inside torch when the interpreter ends aborts the process
+(SIGABRT, "terminate called without an active exception"): so `close` waits, and is called at exit where it was
+forgotten.
 
 A reward in this process shares the rollout's interpreter and, on the CPU, its cores: one that waits (for a service,
 for a GPU) is hidden whole, one that computes takes its time from somewhere.
 """
 
+import atexit
 import queue
 import threading
 import time
@@ -130,6 +133,7 @@ class Scorer:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="stretto rewards", daemon=True)
             self._thread.start()
+            atexit.register(self.close)
         self._queue.put(pending)
         return pending
 
@@ -151,6 +155,7 @@ class Scorer:
             return
         self._queue.put(None)
         self._thread.join(CLOSING_S)
+        atexit.unregister(self.close)
         if self._thread.is_alive():
             warnings.warn(f"a reward was still computing {CLOSING_S:g} s after the run; it was left", stacklevel=2)
 

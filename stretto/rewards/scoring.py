@@ -153,7 +153,7 @@ def _called(function: Callable[..., Any], media: Tensor, prompts: list[str], met
 def _failing_row(
     function: Callable[..., Any], media: Tensor, prompts: list[str], metadata: dict[str, Any]
 ) -> int | None:
-    """The first row on which the function raises alone; None where it raises on none."""
+    """The first row on which the function raises alone; None where it raises on none, or a service is in the way."""
     for row in range(len(media)):
         alone = {
             key: value[row : row + 1] if _per_row(value, len(media)) else value for key, value in metadata.items()
@@ -161,6 +161,8 @@ def _failing_row(
         try:
             with torch.no_grad():
                 _called(function, media[row : row + 1], prompts[row : row + 1], alone)
+        except ServiceError:
+            return None
         except (Exception, SystemExit):
             return row
     return None

@@ -25,6 +25,8 @@ from stretto.rewards.wire import unpack
 __all__ = ["RewardServer", "main"]
 
 MAX_BODY_BYTES = 1 << 32
+CLOSING_S = 10.0
+"""How long a batch that is being scored is waited for at the end."""
 STALLED_S = 60.0
 """A connection that is silent for so long is closed."""
 
@@ -47,6 +49,10 @@ class RewardServer(ThreadingHTTPServer):
 
     def answer(self, body: bytes, is_gone: Callable[[], bool]) -> tuple[int, dict[str, Any]] | None:
         """Status and JSON for one request's body; None where the asker `is_gone` when its turn comes."""
+        with self.one_at_a_time:
+            return None if is_gone() else self._scored(body)
+
+    def _scored(self, body: bytes) -> tuple[int, dict[str, Any]]:
         try:
             media, prompts, columns = unpack(body)
         except ValueError as error:
@@ -55,10 +61,7 @@ class RewardServer(ThreadingHTTPServer):
             media = media.float() / 255
         rows = [str(row) for row in range(len(prompts))]
         try:
-            with self.one_at_a_time:
-                if is_gone():
-                    return None
-                return 200, {"rewards": ask(self.name, self.function, media, prompts, rows, columns)}
+            return 200, {"rewards": ask(self.name, self.function, media, prompts, rows, columns)}
         except RewardError as error:
             row = {f"sample {row}": int(row) for row in rows}.get(error.sample)
             return 422, {"error": error.problem, "row": row}
@@ -131,6 +134,8 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
+            # A thread that is inside torch when the interpreter ends would abort the process.
+            server.one_at_a_time.acquire(timeout=CLOSING_S)
             return 130
     return 0
 

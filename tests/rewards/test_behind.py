@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -228,6 +230,28 @@ def test_a_reward_that_does_not_end_is_left_and_said(monkeypatch):
         scorer.close()
     go.set()
     scorer._thread.join()
+
+
+ENDS_INSIDE_TORCH = """
+import sys, threading, time, torch
+from stretto.rewards.behind import Scorer
+begun = threading.Event()
+def computes(media, prompts):
+    begun.set()
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        torch.randn(300, 300) @ torch.randn(300, 300)
+    return [0.0]
+scorer = Scorer({"computes": computes}, behind=True)
+scorer.submit(torch.zeros(1, 1, 2, 2), ["a"], ["0"])
+begun.wait()
+sys.exit(3)
+"""
+
+
+def test_a_process_that_ends_while_a_reward_computes_ends_as_it_meant_to():
+    run = subprocess.run([sys.executable, "-c", ENDS_INSIDE_TORCH], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (3, "")
 
 
 @BOTH

@@ -76,6 +76,11 @@ def test_an_unknown_judge_names_the_shipped_one():
         load_judge("digitz")
 
 
+def test_a_judge_that_is_an_address_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="a judge is a function, only a reward may be a service"):
+        load_judge("http://localhost:1/judge")
+
+
 def test_a_missing_package_of_a_shipped_judge_answers_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.svm", None)
     monkeypatch.delitem(sys.modules, "stretto.rewards.digits_judge", raising=False)

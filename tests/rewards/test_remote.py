@@ -1,5 +1,6 @@
 """A reward that lives elsewhere: what goes over the wire, exactly, and what is believed of what comes back."""
 
+import contextlib
 import json
 import math
 import os
@@ -316,8 +317,8 @@ def test_a_request_whose_asker_has_gone_is_dropped(served):
     assert calls == [3, 3]
 
 
-def start(port):
-    words = [sys.executable, "-m", "stretto.rewards.serve", "brightness", "--port", str(port)]
+def start(port, name="brightness"):
+    words = [sys.executable, "-m", "stretto.rewards.serve", name, "--port", str(port)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
 
@@ -343,6 +344,32 @@ def test_a_server_that_is_killed_for_good_and_started_again_costs_waiting_and_no
         second.wait()
         first.stdout.close()
         second.stdout.close()
+
+
+def test_a_server_that_is_stopped_while_it_scores_ends_as_it_meant_to(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import time, torch\n"
+        "def computes(media, prompts):\n"
+        "    print('begun', flush=True)\n"
+        "    end = time.monotonic() + 1\n"
+        "    while time.monotonic() < end:\n"
+        "        torch.randn(300, 300) @ torch.randn(300, 300)\n"
+        "    return [0.0] * len(prompts)\n"
+    )
+    server = start(0, f"{tmp_path / 'mine.py'}:computes")
+    address = server.stdout.readline().split()[-1]
+
+    def asks():
+        with contextlib.suppress(ServiceError):  # its answer may or may not come before the end
+            RemoteReward(address, 20.0)(MEDIA, PROMPTS)
+
+    asker = threading.Thread(target=asks)
+    asker.start()
+    assert server.stdout.readline() == "begun\n"
+    server.send_signal(signal.SIGINT)
+    assert server.wait(20) == 130
+    asker.join()
+    server.stdout.close()
 
 
 def test_the_server_needs_no_package_that_a_scorer_could_conflict_with():
