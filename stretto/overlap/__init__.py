@@ -13,6 +13,7 @@ from stretto.overlap.attention_halves import attention_all_to_all_start, matmul_
 from stretto.overlap.cross_entropy import causal_lm_loss, vocab_cross_entropy
 from stretto.overlap.ddp import ReductionThread, reduce_bucket
 from stretto.overlap.faults import PeerError
+from stretto.overlap.fsdp import FsdpReducer
 from stretto.overlap.gradients import GradientReducer
 from stretto.overlap.lora import parallelize_lora
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
@@ -41,6 +42,7 @@ __all__ = [
     "WAN_I2V_TP",
     "WAN_TP",
     "ColumnLinear",
+    "FsdpReducer",
     "GradientReducer",
     "LinearOptions",
     "OverlapColwise",
