@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from stretto.overlap.buckets import Bucket, in_order_of_use, local, spread
 from stretto.overlap.p2p import Peers
@@ -41,7 +41,12 @@ class Published:
             self.handles.append(m.register_state_dict_pre_hook(partial(self._before, False)))
 
     def send(self, owned: Sequence[Tensor], thread: Worker, peers: Peers, *, check: bool) -> None:
-        """Start to send every bucket's own shard, the first layers' first."""
+        """Start to send every bucket's own shard, the first layers' first.
+
+        The parameters count as changed from here on, and not once more when they arrive: what was made of the old
+        ones is stale now, and a forward that begins now is one of the new ones.
+        """
+        increment_version([local(p) for bucket in self._buckets for p in bucket.parameters])
         for index in self._by_use:
             bucket, shard = self._buckets[index], made(owned[index].detach().clone())
             self._arriving[index] = thread.submit(bucket.device, spread, peers, bucket, shard, check=check)
@@ -64,6 +69,5 @@ class Published:
     def _receive(self, indices: list[int]) -> None:
         for index in indices:
             bucket, flat = self._buckets[index], self._awaited(self._arriving.pop(index))
-            with torch.no_grad():
-                for parameter, part in zip(bucket.parameters, bucket.parts(flat)):
-                    local(parameter).copy_(part)
+            for parameter, part in zip(bucket.parameters, bucket.parts(flat)):
+                local(parameter).data.copy_(part)

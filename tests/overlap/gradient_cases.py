@@ -389,6 +389,27 @@ def saved_while_published() -> None:
     dist.destroy_process_group(group)
 
 
+def stale_once_published() -> None:
+    """Parameters change when they are published; their arrival, in a forward, is no other change."""
+    group = dist.new_group()
+    layer = nn.Linear(3, 2)
+    reducer = GradientReducer(layer, group, sharded=True)
+    before, old = layer.weight._version, layer(torch.ones(1, 3, requires_grad=True)).square().sum()
+    reducer.owned[0].data.fill_(7.0)
+    reducer.publish()
+    published = layer.weight._version
+    assert published > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.backward()
+    new = layer(torch.ones(1, 3, requires_grad=True)).square().sum()
+    assert layer.weight._version == published
+    assert bool((layer.weight == 7.0).all())
+    new.backward()
+    reducer.finish()
+    reducer.close()
+    dist.destroy_process_group(group)
+
+
 def in_autocast() -> None:
     """A layer given as `last` has the gradient that it has without a reducer."""
     group = dist.new_group()

@@ -77,6 +77,10 @@ def test_a_state_dict_waits_for_published_parameters(ranks: Ranks) -> None:
     ranks.run(2, gradient_cases.saved_while_published)
 
 
+def test_parameters_are_new_when_they_are_published_not_when_they_arrive(ranks: Ranks) -> None:
+    ranks.run(2, gradient_cases.stale_once_published)
+
+
 def test_a_sliced_layer_works_in_autocast(ranks: Ranks) -> None:
     ranks.run(2, gradient_cases.in_autocast)
 
