@@ -1,14 +1,14 @@
 """What every model adapter is, and what all of them share: classifier-free guidance and negative prompts.
 
-An adapter wraps a frozen pipeline and its transformer behind four methods (encode, velocity, decode,
-parallel_plan). The hazard: guidance runs both branches in ONE forward of 2b rows, so whatever looks at rows
+An adapter wraps a frozen pipeline and its transformer behind three methods (encode, velocity, decode). The
+hazard: guidance runs both branches in ONE forward of 2b rows, so whatever looks at rows
 (per-sample gradients, forward counters) must know that row r belongs to sample r % b. Guidance is written
 w*c + (1-w)*u, which shows the two cotangents: w to the conditional branch, 1-w to the unconditional one
 (Ho and Salimans, arXiv 2207.12598, whose 1+w is this w).
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from stretto.policy.rollout import Condition, Velocity
 
-__all__ = ["Adapter", "Condition", "Velocity", "encode_guided", "guided_velocity", "require_extra"]
+__all__ = ["Adapter", "Condition", "Velocity", "encode_guided", "guided_velocity", "linear_layers", "require_extra"]
 
 
 class Adapter(Protocol):
-    """One flow model behind four methods. `copy.copy(adapter)` with another `transformer` is an adapter too."""
+    """One flow model behind three methods. `copy.copy(adapter)` with another `transformer` is an adapter too."""
 
     transformer: torch.nn.Module
     """The only module that is trained; always in eval mode."""
@@ -48,9 +48,6 @@ class Adapter(Protocol):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (B, *latent_shape) -> float32 in [0, 1], no gradient: (B, C, H, W), video (B, F, C, H, W)."""
-
-    def parallel_plan(self) -> dict[str, str]:
-        """Module-name pattern -> "column", "row" or "packed_row": how its linears split over ranks."""
 
 
 def guided_velocity(
@@ -91,6 +88,17 @@ def encode_guided(
         negative = encode_one(negative_prompt)
         condition |= {f"negative_{name}": torch.cat([negative[name]] * len(prompts)) for name in names}
     return condition
+
+
+def linear_layers(plan: Mapping[str, str]) -> list[str]:
+    """The name patterns of the linear layers that a plan of `stretto.overlap` cuts: attention and feed-forward."""
+    found: list[str] = []
+    for pattern, style in plan.items():
+        if style.split()[0] in ("column", "row"):
+            first, *siblings = pattern.split("+")
+            parent = first.rpartition(".")[0]
+            found += [first, *(f"{parent}.{sibling}" for sibling in siblings)]
+    return found
 
 
 def require_extra() -> None:

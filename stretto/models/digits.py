@@ -15,7 +15,8 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stretto.models.base import Condition, encode_guided, guided_velocity
+from stretto.models.base import Condition, encode_guided, guided_velocity, linear_layers
+from stretto.overlap import FLUX_TP
 
 __all__ = [
     "BASE",
@@ -33,12 +34,6 @@ BASE = Path(__file__).with_name("digits_base.safetensors")
 CONDITION_PREFIX = "condition."
 CONDITION_KEYS = ("prompt_embeds", "pooled_prompt_embeds")
 TEXT_TOKENS = 2
-ATTENTION_INPUTS = ("attn.to_q", "attn.to_k", "attn.to_v")
-COLUMN_LINEARS = (
-    *(*ATTENTION_INPUTS, "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    *("ff.net.0.proj", "ff_context.net.0.proj"),
-)
-ROW_LINEARS = ("attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2")
 
 
 def build_transformer() -> FluxTransformer2DModel:
@@ -127,7 +122,7 @@ class DigitsAdapter:
         self.num_tokens = 16
         self.scheduler_config: dict[str, Any] = {}
         self.prompts: list[str] = [prompt for prompt in PROMPTS if prompt]
-        self.lora_targets: list[str] = list(self.parallel_plan())
+        self.lora_targets: list[str] = linear_layers(FLUX_TP)
         self.rows_per_sample = 1 if guidance == 1.0 else 2
         self._guidance = guidance
         self._negative_prompt = negative_prompt
@@ -167,14 +162,6 @@ class DigitsAdapter:
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (B, 16, 4) to images (B, 1, 8, 8), clamped to [0, 1], float32."""
         return unpack(latents.float()).clamp(0, 1)
-
-    def parallel_plan(self) -> dict[str, str]:
-        """Module-name patterns of FLUX's attention and MLP linears, and how each would be split over ranks."""
-        double, single = "transformer_blocks.*.", "single_transformer_blocks.*."
-        plan = {double + name: "column" for name in COLUMN_LINEARS}
-        plan |= {double + name: "row" for name in ROW_LINEARS}
-        plan |= {single + name: "column" for name in (*ATTENTION_INPUTS, "proj_mlp")}
-        return plan | {single + "proj_out": "packed_row"}
 
 
 def load(

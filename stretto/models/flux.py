@@ -1,4 +1,4 @@
-"""FLUX behind the adapter's four methods: packed latents (tokens, channels), position ids made inside.
+"""FLUX behind the adapter's three methods: packed latents (tokens, channels), position ids made inside.
 
 The hazard is the timestep: the stock pipeline takes sigma to 1000 and back before the transformer multiplies
 by 1000 again, and that rounding moves the sinusoidal embedding, so it is repeated here. Source: FluxPipeline
@@ -11,35 +11,14 @@ import torch
 from diffusers import FluxPipeline
 from torch import Tensor
 
-from stretto.models.base import Condition, encode_guided, guided_velocity
+from stretto.models.base import Condition, encode_guided, guided_velocity, linear_layers
 from stretto.models.pipeline import check_multiple, open_pipeline
+from stretto.overlap import FLUX_TP
 
-__all__ = ["LORA_TARGETS", "PARALLEL_PLAN", "FluxAdapter", "load"]
+__all__ = ["LORA_TARGETS", "FluxAdapter", "load"]
 
-PARALLEL_PLAN = {
-    "transformer_blocks.*.attn.to_q": "column",
-    "transformer_blocks.*.attn.to_k": "column",
-    "transformer_blocks.*.attn.to_v": "column",
-    "transformer_blocks.*.attn.to_out.0": "row",
-    "transformer_blocks.*.attn.add_q_proj": "column",
-    "transformer_blocks.*.attn.add_k_proj": "column",
-    "transformer_blocks.*.attn.add_v_proj": "column",
-    "transformer_blocks.*.attn.to_add_out": "row",
-    "transformer_blocks.*.ff.net.0.proj": "column",
-    "transformer_blocks.*.ff.net.2": "row",
-    "transformer_blocks.*.ff_context.net.0.proj": "column",
-    "transformer_blocks.*.ff_context.net.2": "row",
-    "single_transformer_blocks.*.attn.to_q": "column",
-    "single_transformer_blocks.*.attn.to_k": "column",
-    "single_transformer_blocks.*.attn.to_v": "column",
-    "single_transformer_blocks.*.proj_mlp": "column",
-    "single_transformer_blocks.*.proj_out": "packed_row",
-}
-"""Attention and MLP of both kinds of block. packed_row: the input is two streams side by side, (inner_dim,
-mlp_hidden_dim), each split over the ranks by itself."""
-
-LORA_TARGETS = list(PARALLEL_PLAN)
-"""The same linears: attention and MLP, neither modulation nor embedders."""
+LORA_TARGETS = linear_layers(FLUX_TP)
+"""Attention and MLP of both kinds of block, neither modulation nor embedders."""
 
 
 class FluxAdapter:
@@ -95,10 +74,6 @@ class FluxAdapter:
         unpacked = unpacked / vae.config.scaling_factor + vae.config.shift_factor
         image = vae.decode(unpacked.to(vae.dtype), return_dict=False)[0]
         return self.pipeline.image_processor.postprocess(image, output_type="pt").float()
-
-    def parallel_plan(self) -> dict[str, str]:
-        """See `PARALLEL_PLAN`; embedders, modulation, norms and the last projection stay whole."""
-        return dict(PARALLEL_PLAN)
 
     def _encode_one(self, prompt: str) -> Condition:
         embeds, pooled, _ = self.pipeline.encode_prompt(

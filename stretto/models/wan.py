@@ -1,4 +1,4 @@
-"""Wan 2.1 text-to-video behind the adapter's four methods: latents (C, F, H, W), timestep sigma * 1000.
+"""Wan 2.1 text-to-video behind the adapter's three methods: latents (C, F, H, W), timestep sigma * 1000.
 
 The hazard is for whoever tunes it fully: the patch embedding is a Conv3d and every block holds a raw
 parameter `scale_shift_table`, so linear layers are not all of its weights; and it keeps time embedding,
@@ -11,27 +11,14 @@ import torch
 from diffusers import WanPipeline
 from torch import Tensor
 
-from stretto.models.base import Condition, encode_guided, guided_velocity
+from stretto.models.base import Condition, encode_guided, guided_velocity, linear_layers
 from stretto.models.pipeline import check_multiple, open_pipeline
+from stretto.overlap import WAN_TP
 
-__all__ = ["LORA_TARGETS", "PARALLEL_PLAN", "WanAdapter", "load"]
+__all__ = ["LORA_TARGETS", "WanAdapter", "load"]
 
-PARALLEL_PLAN = {
-    "blocks.*.attn1.to_q": "column",
-    "blocks.*.attn1.to_k": "column",
-    "blocks.*.attn1.to_v": "column",
-    "blocks.*.attn1.to_out.0": "row",
-    "blocks.*.attn2.to_q": "column",
-    "blocks.*.attn2.to_k": "column",
-    "blocks.*.attn2.to_v": "column",
-    "blocks.*.attn2.to_out.0": "row",
-    "blocks.*.ffn.net.0.proj": "column",
-    "blocks.*.ffn.net.2": "row",
-}
-"""Attention and MLP. norm_q and norm_k take their mean over ALL heads: a split of to_q and to_k must reduce it."""
-
-LORA_TARGETS = list(PARALLEL_PLAN)
-"""The same linears."""
+LORA_TARGETS = linear_layers(WAN_TP)
+"""Attention and MLP of every block."""
 
 
 class WanAdapter:
@@ -85,10 +72,6 @@ class WanAdapter:
         )
         video = vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0]
         return self.pipeline.video_processor.postprocess_video(video, output_type="pt").float()
-
-    def parallel_plan(self) -> dict[str, str]:
-        """See `PARALLEL_PLAN`; embedders, tables, norms and the last projection stay whole."""
-        return dict(PARALLEL_PLAN)
 
     def _encode_one(self, prompt: str) -> Condition:
         embeds, _ = self.pipeline.encode_prompt(

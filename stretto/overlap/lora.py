@@ -121,7 +121,8 @@ def parallelize_lora(module: nn.Module) -> nn.Module:
         group in float32 (float64 for float64) by one all-reduce each.
 
     Raises:
-        ValueError: for DoRA and other variants, other tuners, and merged adapters; nothing was changed.
+        ValueError: for DoRA and other variants, other tuners, merged adapters, and adapters that peft made for a
+            rank's part of a layer, as it does where the mesh's axes have names; nothing was changed.
 
     Dropout in an adapter draws as one process would, if the ranks' generators are in step. Its A then has an
     input of its own, which costs a communication of its own.
@@ -205,6 +206,14 @@ def check_lora(name: str, wrapper: Any) -> None:
                 "DoRA and other variants cannot be parallel, plain LoRA can"
             )
     base = wrapper.base_layer
+    for adapter, layer in wrapper.lora_B.items():
+        if isinstance(base, ParallelLinear) and isinstance(layer, nn.Linear):
+            sizes = (layer.out_features, wrapper.lora_A[adapter].in_features)
+            if sizes != (base.out_features, base.in_features):
+                raise ValueError(
+                    f"adapter {adapter!r} of {name!r} is for {sizes[0]} x {sizes[1]} features, a rank's part of the "
+                    f"layer, as peft makes it where a mesh's axes have names; add adapters before parallelize"
+                )
     rows = getattr(base, "rows", None)
     if getattr(base, "used_columns", None) is not None or (rows is not None and rows.is_joined):
         check_dropout(name, wrapper)

@@ -1,4 +1,4 @@
-"""What the adapter tests share: the ODE over the stock scheduler's sigmas, and the plan laid over the linears."""
+"""What the adapter tests share: the ODE over the stock scheduler's sigmas, and LoRA targets laid over the linears."""
 
 import fnmatch
 from itertools import pairwise
@@ -17,8 +17,8 @@ def sample(adapter, latents, condition):
 
 
 def matched_linears(adapter):
-    """Check that every pattern of the plan means a linear layer; return the linears that no pattern means."""
+    """Check that every LoRA target means a linear layer; return the linears that no target means."""
     linears = {n for n, m in adapter.transformer.named_modules() if isinstance(m, torch.nn.Linear)}
-    for pattern in adapter.parallel_plan():
+    for pattern in adapter.lora_targets:
         assert fnmatch.filter(linears, pattern), pattern
-    return {n for n in linears if not any(fnmatch.fnmatch(n, p) for p in adapter.parallel_plan())}
+    return {n for n in linears if not any(fnmatch.fnmatch(n, p) for p in adapter.lora_targets)}

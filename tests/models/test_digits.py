@@ -128,16 +128,15 @@ def test_bf16_weights_take_and_give_float32():
     torch.testing.assert_close(velocity, wanted, atol=0.1, rtol=0.1)
 
 
-def test_the_parallel_plan_and_the_lora_targets_are_those_of_flux(adapter):
-    from stretto.models.flux import LORA_TARGETS, PARALLEL_PLAN
+def test_the_lora_targets_are_those_of_flux(adapter):
+    from stretto.models.flux import LORA_TARGETS
 
-    assert adapter.parallel_plan() == PARALLEL_PLAN
     assert set(adapter.lora_targets) == set(LORA_TARGETS)
 
 
-def test_every_pattern_of_the_plan_names_a_linear_layer(adapter):
+def test_every_lora_target_names_a_linear_layer(adapter):
     linears = [name for name, m in adapter.transformer.named_modules() if isinstance(m, torch.nn.Linear)]
-    for pattern in adapter.parallel_plan():
+    for pattern in adapter.lora_targets:
         assert fnmatch.filter(linears, pattern), pattern
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 
+from stretto.models.base import linear_layers
+from stretto.overlap import FLUX_TP
 from tests import tiny
 from tests.models.ode import matched_linears, sample
 
@@ -93,10 +95,13 @@ def test_a_size_that_does_not_fit_is_one_clear_line(load, sizes, message):
         load("flux", **sizes)
 
 
-def test_the_parallel_plan_is_the_one_diffusers_states(load):
+def test_the_layers_that_are_cut_and_adapted_are_those_of_diffusers_own_plan(load):
     names = {"colwise": "column", "rowwise": "row"}
-    stated = {k: names.get(v, "packed_row") for k, v in FluxTransformer2DModel._tp_plan.items()}
+    stated = {k: names.get(v, "row 1+4") for k, v in FluxTransformer2DModel._tp_plan.items()}
+    styles = set(stated.values())
+    cut = {style: linear_layers({k: s for k, s in FLUX_TP.items() if s == style}) for style in styles}
+    assert {layer: style for style, layers in cut.items() for layer in layers} == stated
     adapter = load("flux")
-    assert adapter.parallel_plan() == stated
+    assert set(adapter.lora_targets) == stated.keys()
     left = matched_linears(adapter)
     assert all("norm" in n or "embed" in n or n == "proj_out" for n in left), left

@@ -81,7 +81,7 @@ def test_a_two_stage_wan_is_refused(folders, load, tmp_path):
         load("wan", path=str(tmp_path))
 
 
-def test_the_parallel_plan_covers_attention_and_mlp_of_every_block(load):
+def test_the_lora_targets_cover_attention_and_mlp_of_every_block(load):
     left = matched_linears(load("wan"))
     assert left
     assert not [name for name in left if name.startswith("blocks.")]
