@@ -234,9 +234,7 @@ def refused() -> None:
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor",))
     transformer = tiny.flux_transformer(heads=30)
-    with pytest.raises(
-        ValueError, match=r"num_heads=30 cannot be split over 4 ranks.* divisor of 30 \(1, 2, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"num_heads=30 cannot be split over 4 ranks.* divisor of 30 \(1, 2, 3\)"):
         split_layers(transformer, mesh, shard_rows=True)
     assert not any(isinstance(parameter, DTensor) for parameter in transformer.parameters())
     with pytest.raises(ValueError, match="no plan splits the layers of a Conv1d; set"):
