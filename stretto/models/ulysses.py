@@ -38,7 +38,8 @@ def split_sequence(
     Text and image tokens (Wan: the video's; its text stays whole, for it is only attended to) are cut as evenly as
     can be, and so are heads; neither needs to be divided by the ranks, and a rank may have no token at all. LoRA may
     be injected before or after. Parameters and state dict stay as they are, whole on every rank. A deep copy is split
-    as well, over the same group.
+    as well, over the same group. Beside tensor parallelism, which comes first and must leave rows whole, each rank's
+    own heads are split again; FSDP2 comes after.
 
     Args:
         transformer: a FluxTransformer2DModel or WanTransformer3DModel of diffusers.
@@ -101,7 +102,7 @@ def _checked(transformer: Any, world_size: int) -> list[Any]:
             raise ValueError("this transformer is split by sequence already")
         if name not in ("FluxAttnProcessor", "WanAttnProcessor"):
             raise ValueError(f"a transformer with {name} cannot be split by sequence; reset its attention processors")
-    num_heads = transformer.config.num_attention_heads
+    num_heads = min(attention.heads for attention in attentions)
     if num_heads < world_size:
         divisors = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise ValueError(

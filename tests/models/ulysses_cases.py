@@ -16,12 +16,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from stretto.models.digits import DigitsAdapter
 from stretto.models.lora import attach_lora, lora_off
-from stretto.models.trainable import make_full
+from stretto.models.sharded import shard_transformer
+from stretto.models.trainable import make_full, trainable_parameters
 from stretto.models.ulysses import split_sequence
-from stretto.overlap import OverlapWarning, report
+from stretto.overlap import FLUX_TP, WAN_TP, LinearOptions, OverlapWarning, parallelize, report
+from stretto.policy.per_sample import PerSampleGradients
 from tests import tiny
 from tests.overlap.matmul_cases import Draw, same
 
@@ -61,10 +65,15 @@ def tune(transformer: nn.Module, case: dict[str, Any]) -> None:
         make_full(transformer)
         return
     attach_lora(transformer, rank=3, alpha=5, targets=TARGETS[case["family"]], seed=1)
+    fill(transformer)
+
+
+def fill(transformer: nn.Module) -> None:
+    """B of every LoRA is zero no more, so that A has a gradient."""
     draw = Draw(10)
     for name, parameter in transformer.named_parameters():
         if ".lora_B." in name:
-            parameter.data.copy_(draw(*parameter.shape), non_blocking=False).mul_(0.3)
+            parameter.data.copy_(draw(*parameter.shape)).mul_(0.3)
 
 
 def inputs(case: dict[str, Any], seed: int = 4) -> dict[str, Any]:
@@ -125,8 +134,18 @@ def velocity(transformer: nn.Module, given: dict[str, Any]) -> Tensor:
     return transformer(**given, return_dict=False)[0]
 
 
-def compare(mine: nn.Module, whole: nn.Module, tolerance: float) -> None:
-    """Every gradient of the one, summed over the ranks, is the other's."""
+def local_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(
+    mine: nn.Module,
+    whole: nn.Module,
+    tolerance: float,
+    group: dist.ProcessGroup | None = None,
+    is_summed: bool = False,
+) -> None:
+    """Every gradient of the one, summed over the ranks unless it is already, is the other's."""
     theirs = dict(whole.named_parameters())
     least = 1e-3 * max(float(p.grad.norm()) for p in theirs.values() if p.grad is not None)
     assert [name for name, _ in mine.named_parameters()] == list(theirs)
@@ -135,7 +154,9 @@ def compare(mine: nn.Module, whole: nn.Module, tolerance: float) -> None:
         assert (parameter.grad is None) == (expected is None), name
         if expected is not None:
             total = parameter.grad.clone()
-            dist.all_reduce(total)
+            if not is_summed:
+                dist.all_reduce(local_of(total), group=group)
+            total = total.full_tensor() if isinstance(total, DTensor) else total
             error, allowed = float((total - expected).norm()), tolerance * max(float(expected.norm()), least)
             assert error <= allowed, f"{name} is off by {error:.2e}, allowed {allowed:.2e}"
 
@@ -211,6 +232,7 @@ def guided(case: dict[str, Any]) -> None:
             make_full(adapter.transformer)
         else:
             attach_lora(adapter.transformer, rank=4, alpha=8, targets=adapter.lora_targets, seed=3)
+            fill(adapter.transformer)
     latents, sigma = Draw(1)(3, 16, 4).to(dtype), torch.tensor([0.9, 0.5, 0.2], dtype=dtype)
     ys = [adapter.velocity(latents, sigma, adapter.encode(["3", "7", "0"])) for adapter in adapters]
     same("velocity", ys[1], ys[0], TOLERANCES[dtype])
@@ -262,6 +284,63 @@ def copied(case: dict[str, Any]) -> None:
     for transformer in (whole, mine):
         transformer.merge_adapter() if hasattr(transformer, "merge_adapter") else transformer.fuse_lora()
     same("merged", velocity(mine, given), velocity(whole, given), 1e-10)
+
+
+@in_its_dtype
+def beside_tensor_parallel(case: dict[str, Any]) -> None:
+    """Two axes: heads over the tensor ranks and again over the Ulysses ranks, tokens over the latter."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "tensor"))
+    whole = model(case)
+    mine = copy.deepcopy(whole)
+    tune(whole, case)
+    tune(mine, case)
+    whole.double()
+    mine.double()
+    plan = {"flux": FLUX_TP, "wan": WAN_TP}[case["family"]]
+    parallelize(mine, plan, mesh["tensor"], LinearOptions(sequence_parallel=False, schedule="direct"))
+    split_sequence(mine, mesh["ulysses"], schedule="direct")
+    y, out = velocity(whole, inputs(case)), velocity(mine, inputs(case))
+    same("velocity", out, y, 1e-10)
+    for one in (y, out):
+        one.square().sum().backward()
+    compare(mine, whole, 1e-10, mesh.get_group("ulysses"))
+
+
+@in_its_dtype
+def beside_fsdp(case: dict[str, Any]) -> None:
+    """FSDP2 over the same ranks: it sums the parts of the tokens as it sums those of samples."""
+    whole, mine = pair(case, dist.group.WORLD)
+    shard_transformer(mine, init_device_mesh("cpu", (dist.get_world_size(),)))
+    kept = [(velocity(whole, inputs(case, seed)), velocity(mine, inputs(case, seed))) for seed in (4, 5)]
+    for y, out in kept:
+        same("velocity", out, y, 1e-10)
+        y.square().sum().backward()
+        out.square().sum().backward()
+    compare(mine, whole, 1e-10, is_summed=True)
+
+
+@in_its_dtype
+def by_sample(case: dict[str, Any]) -> None:
+    """Per-sample gradients, summed over the ranks, are those of one process."""
+    found = []
+    for split in (False, True):
+        adapter = DigitsAdapter(dtype=torch.float64, guidance=2.0)
+        attach_lora(adapter.transformer, rank=4, alpha=8, targets=adapter.lora_targets, seed=3)
+        fill(adapter.transformer)
+        adapter.transformer.double()
+        if split:
+            split_sequence(adapter.transformer, dist.group.WORLD, schedule="direct")
+        trained = trainable_parameters(adapter.transformer)
+        per_sample = PerSampleGradients(adapter.transformer, trained)
+        assert not per_sample.uncovered
+        with per_sample.active(3), per_sample.collecting():
+            sigma = torch.tensor([0.9, 0.5, 0.2], dtype=torch.float64)
+            adapter.velocity(Draw(1)(3, 16, 4), sigma, adapter.encode(["3", "7", "0"])).square().sum().backward()
+        assert all(parameter.grad is None for parameter in trained.values())
+        found.append(per_sample.take(list(trained.values())))
+    for name, expected, total in zip(trained, *found):
+        dist.all_reduce(total)
+        same(name, total, expected, 1e-9)
 
 
 def refused() -> dict[str, str]:
