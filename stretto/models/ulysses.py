@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stretto.models.ulysses_attention import FluxUlysses, Rows, WanUlysses
 from stretto.models.ulysses_exchange import Exchange, even
 from stretto.overlap import reference
+from stretto.overlap.modules import ParallelLinear
 from stretto.overlap.p2p import peers_of
 
 __all__ = ["split_sequence"]
@@ -87,21 +88,20 @@ def split_sequence(
 
 def _checked(transformer: Any, world_size: int) -> list[Any]:
     """The attentions that see all tokens, or `ValueError`."""
-    if isinstance(transformer, FluxTransformer2DModel):
-        attentions = [b.attn for b in (*transformer.transformer_blocks, *transformer.single_transformer_blocks)]
-    elif isinstance(transformer, WanTransformer3DModel):
-        attentions = [block.attn1 for block in transformer.blocks]
-    else:
+    if not isinstance(transformer, FluxTransformer2DModel | WanTransformer3DModel):
         raise ValueError(
             f"{type(transformer).__name__} cannot be split by sequence; FluxTransformer2DModel and "
             f"WanTransformer3DModel of diffusers can"
         )
+    attentions = _attentions(transformer)
     for attention in attentions:
         name = type(attention.processor).__name__
         if name in ("FluxUlysses", "WanUlysses"):
             raise ValueError("this transformer is split by sequence already")
         if name not in ("FluxAttnProcessor", "WanAttnProcessor"):
             raise ValueError(f"a transformer with {name} cannot be split by sequence; reset its attention processors")
+    if any(isinstance(one, ParallelLinear) and one.options.sequence_parallel for one in transformer.modules()):
+        raise ValueError("its layers are split with sharded rows; beside parallel.ulysses split them with rows whole")
     num_heads = min(attention.heads for attention in attentions)
     if num_heads < world_size:
         divisors = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
@@ -110,6 +110,13 @@ def _checked(transformer: Any, world_size: int) -> list[Any]:
             f"{num_heads} ({divisors})"
         )
     return attentions
+
+
+def _attentions(transformer: Any) -> list[Any]:
+    """Those that see all tokens: all of FLUX's, Wan's self-attentions."""
+    if isinstance(transformer, WanTransformer3DModel):
+        return [block.attn1 for block in transformer.blocks]
+    return [block.attn for block in (*transformer.transformer_blocks, *transformer.single_transformer_blocks)]
 
 
 @dataclass
@@ -184,7 +191,12 @@ class _AllTokens:
 
 
 def _join_at_the_end(module: Any, exchange: Exchange, sizes: list[int]) -> None:
-    """Let this forward's `proj_out` join; peft may have wrapped or unwrapped it since the last one."""
+    """Let this forward's `proj_out` join; peft may have wrapped or unwrapped it since the last one.
+
+    And let the processors know whether activations are checkpointed.
+    """
+    for attention in _attentions(module):
+        attention.processor.recomputes = module.gradient_checkpointing
     for inner in module.proj_out.modules():
         for key, hook in list(inner._forward_hooks.items()):
             if isinstance(hook, _AllTokens):

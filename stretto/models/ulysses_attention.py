@@ -46,6 +46,8 @@ class FluxUlysses:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
+        self.recomputes = False
+        """Whether the transformer's activations are checkpointed: then the attention's are not kept either."""
 
     def __call__(
         self,
@@ -75,7 +77,7 @@ class FluxUlysses:
         if image_rotary_emb is not None:
             q, k = (apply_rotary_emb(one, image_rotary_emb, sequence_dim=1) for one in (q, k))
         heads = exchange.heads(attn.heads * exchange.head_dim)
-        out = exchange.attend(q, k, v, rows.joint, heads, self._attention_backend)
+        out = exchange.attend(q, k, v, rows.joint, heads, self._attention_backend, self.recomputes)
         if encoder_hidden_states is None:
             return out
         text, image = out.split([encoder_hidden_states.shape[1], hidden_states.shape[1]], 1)
@@ -90,6 +92,8 @@ class WanUlysses:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
+        self.recomputes = False
+        """Whether the transformer's activations are checkpointed: then the attention's are not kept either."""
 
     def __call__(
         self,
@@ -111,7 +115,7 @@ class WanUlysses:
         q, k, v = exchange.project(layers, hidden_states, sizes, "video", [attn.norm_q, attn.norm_k])
         q, k = (_rotated(one, *rotary_emb) for one in (q, k))
         heads = exchange.heads(attn.heads * exchange.head_dim)
-        out = exchange.attend(q, k, v, sizes, heads, self._attention_backend)
+        out = exchange.attend(q, k, v, sizes, heads, self._attention_backend, self.recomputes)
         return attn.to_out[1](attn.to_out[0](out))
 
 

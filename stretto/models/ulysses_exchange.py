@@ -88,14 +88,16 @@ class Exchange:
             outputs = self._normed(outputs, norms, features)
         return [output.unflatten(-1, (-1, self.head_dim)) for output in outputs]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sizes: list[int], heads: list[int], backend: Any) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sizes: list[int], heads: list[int], backend: Any, recompute: bool
+    ) -> Tensor:
         """q, k, v (batch, all rows, own heads, head_dim) -> (batch, own rows, all heads' features)."""
 
         def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
             turned = (tensor.transpose(1, 2) for tensor in (query, key, value))
             return dispatch_attention_fn(*turned, attn_mask=attn_mask, backend=backend).transpose(1, 2)
 
-        options = {"sizes": sizes, "heads": heads, "attention": attention, **self.options}
+        options = {"sizes": sizes, "heads": heads, "attention": attention, "recompute": recompute, **self.options}
         return attention_all_to_all(q, k, v, self.group, **options)
 
     def _normed(self, outputs: list[Tensor], norms: Sequence[Any], features: list[list[int]]) -> list[Tensor]:

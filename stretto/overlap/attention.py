@@ -145,6 +145,7 @@ def attention_all_to_all(
     attention: Attention = scaled_dot_product_attention,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
+    recompute: bool = False,
     sizes: Sizes = None,
     schedule: str = "direct",
     num_subslices: int = 1,
@@ -170,6 +171,8 @@ def attention_all_to_all(
             mask or None; returns (batch, heads, n, d of values).
         attn_mask: (..., rows or 1, rows), bool or added, broadcast over batch and own heads.
         is_causal: queries see keys up to their own row; later keys are not even read.
+        recompute: keep q, k and v alone, by autograd's own saving, and attend again in the backward. Without it each
+            slice's graph is kept, and activation checkpointing saves nothing of it. `attention` must draw nothing.
         sizes: rows that every rank owns; None: as `torch.chunk` cuts them.
         schedule: "direct", "plain" or "auto", as in `all_gather_matmul`.
         num_subslices: pieces a rank's queries are cut in.
@@ -188,7 +191,7 @@ def attention_all_to_all(
     """
     options = {"schedule": schedule, "num_subslices": num_subslices, "check": check, "tuned_as": tuned_as}
     call, how, layout, q, k, v = divided(q, k, v, group, heads, weight, bias, sizes, options)
-    queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v))
+    queries = QuerySlices(q, k, v, attention, attn_mask, is_causal, needed(q, k, v), recomputes=recompute)
     out = AttentionAllToAll.apply(call, how, layout, queries, q, k, v, weight, bias)
     return out.transpose(0, 1)
 

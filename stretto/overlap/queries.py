@@ -6,7 +6,7 @@ With a causal mask a slice needs only the keys up to its own end: later slices c
 slice keeps its own graph from forward to backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,11 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 class QuerySlices:
-    """Attention of q (rows, batch, heads, d) to k, v (rows, batch, kv_heads, d), some rows at a time."""
+    """Attention of q (rows, batch, heads, d) to k, v (rows, batch, kv_heads, d), some rows at a time.
+
+    With `recomputes` no graph is kept: q, k and v are given up to autograd's own saving (`give_up`, `take_back`),
+    which activation checkpointing can drop, and each slice is attended again where it goes backward.
+    """
 
     def __init__(
         self,
@@ -59,33 +63,27 @@ class QuerySlices:
         attn_mask: Tensor | None,
         is_causal: bool,
         needs: tuple[bool, ...],
+        *,
+        recomputes: bool = False,
     ) -> None:
-        self._q, self._k, self._v, self._needs = q, k, v, needs
+        self._inputs: tuple[Tensor, ...] = (q, k, v)
+        self._needs, self.recomputes = needs, recomputes and any(needs)
         self._attention, self._mask, self.is_causal = attention, attn_mask, is_causal
         self._graphs: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
         self.features = q.shape[2] * v.shape[3]
-        kept = sum_dtype(q.dtype)
-        self._dq = torch.zeros_like(q) if needs[0] else None
-        self._dk = torch.zeros_like(k, dtype=kept) if needs[1] else None
-        self._dv = torch.zeros_like(v, dtype=kept) if needs[2] else None
+        device = q.device.type
+        self._autocast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self._sums: list[Tensor | None] | None = None
 
     def output(self, rows: slice) -> Tensor:
         """The output of these queries, (n, batch, heads * d), contiguous and detached."""
-        num_rows, batch = rows.stop - rows.start, self._q.shape[1]
+        q = self._inputs[0]
+        num_rows, batch = rows.stop - rows.start, q.shape[1]
         if num_rows * batch * self.features == 0:
-            return self._q.new_zeros(num_rows, batch, self.features)
-        stop = rows.stop if self.is_causal else self._k.shape[0]
-        inputs = [self._q[rows].detach(), self._k[:stop].detach(), self._v[:stop].detach()]
-        with torch.set_grad_enabled(any(self._needs)), saved_tensors_hooks(_as_it_is, _as_it_is):
-            for tensor, needed in zip(inputs, self._needs):
-                tensor.requires_grad_(needed)
-            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
-            out = (
-                self._attention(query, key, value, slice_mask(self._mask, self.is_causal, rows, stop, self._q.device))
-                .permute(2, 0, 1, 3)
-                .flatten(2)
-            )
-        if any(self._needs):
+            return q.new_zeros(num_rows, batch, self.features)
+        keeps = any(self._needs) and not self.recomputes
+        inputs, out = self._attended(rows, keeps)
+        if keeps:
             self._graphs[rows.start, rows.stop] = (inputs, out)
         return out.detach().contiguous()
 
@@ -93,22 +91,59 @@ class QuerySlices:
         """Drop the graphs of the outputs so far."""
         self._graphs.clear()
 
+    def give_up(self) -> tuple[Tensor, ...]:
+        """q, k and v, for the caller to keep until `take_back`, if this recomputes; else the graphs hold them."""
+        if not self.recomputes:
+            return ()
+        inputs, self._inputs = self._inputs, ()
+        return inputs
+
+    def take_back(self, inputs: Sequence[Tensor]) -> None:
+        """The tensors that were given up, before the first slice goes backward."""
+        self._inputs = tuple(inputs) or self._inputs
+
     def backward(self, rows: slice, grad: Tensor) -> None:
         """Take the gradient of a slice's output, (n, batch, heads * d), into those of q, k and v."""
         if not any(self._needs) or grad.numel() == 0:
             return
-        if (rows.start, rows.stop) not in self._graphs:
+        if self.recomputes:
+            inputs, out = self._attended(rows, True)
+        elif (rows.start, rows.stop) in self._graphs:
+            inputs, out = self._graphs.pop((rows.start, rows.stop))
+        else:
             raise RuntimeError("attention in query slices goes backward once; its graphs are gone after that")
-        inputs, out = self._graphs.pop((rows.start, rows.stop))
         needed = [tensor for tensor in inputs if tensor.requires_grad]
         grads = dict(zip(map(id, needed), torch.autograd.grad(out, needed, grad.view_as(out), allow_unused=True)))
-        for total, tensor, start in zip((self._dq, self._dk, self._dv), inputs, (rows.start, 0, 0)):
+        for total, tensor, start in zip(self._totals(), inputs, (rows.start, 0, 0)):
             found = grads.get(id(tensor))
             if total is not None and found is not None:
                 total[start : start + len(tensor)] += found
 
-    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def gradients(self) -> tuple[Tensor | None, ...]:
         """Those of q, k and v, in their dtypes; None where none was needed."""
-        dtype = self._q.dtype
-        dq, dk, dv = (None if total is None else total.to(dtype) for total in (self._dq, self._dk, self._dv))
-        return dq, dk, dv
+        dtype, sums = self._inputs[0].dtype, self._totals()
+        self._sums = None
+        self.give_up()
+        return tuple(None if total is None else total.to(dtype) for total in sums)
+
+    def _attended(self, rows: slice, with_graph: bool) -> tuple[list[Tensor], Tensor]:
+        """Detached q of these rows, k and v, and the output; with a graph between them if it is wanted."""
+        q, k, v = self._inputs
+        stop = rows.stop if self.is_causal else len(k)
+        inputs = [q[rows].detach(), k[:stop].detach(), v[:stop].detach()]
+        autocast = torch.autocast(q.device.type, *self._autocast, cache_enabled=False)
+        with torch.set_grad_enabled(with_graph), saved_tensors_hooks(_as_it_is, _as_it_is), autocast:
+            for tensor, needed in zip(inputs, self._needs):
+                tensor.requires_grad_(needed and with_graph)
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
+            mask = slice_mask(self._mask, self.is_causal, rows, stop, q.device)
+            return inputs, self._attention(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
+
+    def _totals(self) -> list[Tensor | None]:
+        """The gradients so far, made where the first is asked for: k's and v's are sums over slices."""
+        if self._sums is None:
+            q, k, v = self._inputs
+            kept = sum_dtype(q.dtype)
+            kinds = zip((q, k, v), (q.dtype, kept, kept), self._needs)
+            self._sums = [torch.zeros_like(x, dtype=dtype) if need else None for x, dtype, need in kinds]
+        return self._sums

@@ -163,15 +163,16 @@ class AttentionAllToAll(torch.autograd.Function):
             how, joined = tuned(call, how, layout.rows.total, facts, run)
         layout = layout.cut(how.num_subslices)
         ctx.how, ctx.layout, ctx.queries = how, layout, queries
-        ctx.save_for_backward(joined.heads if weight is not None else None, weight)
+        ctx.save_for_backward(joined.heads if weight is not None else None, weight, *queries.give_up())
         return joined.result(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Gradients of others' head groups leave; each slice of queries goes back as it comes, own first."""
-        joined, weight = ctx.saved_tensors
+        joined, weight, *inputs = ctx.saved_tensors
         how, layout, queries = ctx.how, ctx.layout, ctx.queries
+        queries.take_back(inputs)
         grad = grads[0].contiguous()
         rank, rows = how.peers.rank, layout.rows
         trade = attended_gradient(layout, rank, grad, weight)

@@ -113,6 +113,7 @@ def test_a_copy_and_a_merged_model_are_split_as_well(ranks: Ranks, family: dict[
 def test_what_cannot_be_split_is_one_clear_line(ranks: Ranks) -> None:
     found = run(ranks, 4, ulysses_cases.refused)[0]
     assert found == {
+        "rows": "its layers are split with sharded rows; beside parallel.ulysses split them with rows whole",
         "heads": "num_heads=2 cannot be split over 4 ranks; set parallel.ulysses to a divisor of 2 (1, 2)",
         "class": "Linear cannot be split by sequence; FluxTransformer2DModel and WanTransformer3DModel of diffusers "
         "can",

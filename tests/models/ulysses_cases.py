@@ -24,7 +24,7 @@ from stretto.models.lora import attach_lora, lora_off
 from stretto.models.sharded import shard_transformer
 from stretto.models.trainable import make_full, trainable_parameters
 from stretto.models.ulysses import split_sequence
-from stretto.overlap import FLUX_TP, WAN_TP, LinearOptions, OverlapWarning, parallelize, report
+from stretto.overlap import FLUX, FLUX_TP, WAN_TP, LinearOptions, OverlapWarning, parallelize, report
 from stretto.policy.per_sample import PerSampleGradients
 from tests import tiny
 from tests.overlap.matmul_cases import Draw, same
@@ -348,7 +348,10 @@ def refused() -> dict[str, str]:
     group, found = dist.group.WORLD, {}
     split = tiny.flux_transformer(heads=4)
     split_sequence(split, group)
+    rows = tiny.flux_transformer(heads=4)
+    parallelize(rows, FLUX, group, LinearOptions())
     for name, attempt in {
+        "rows": lambda: split_sequence(rows, group),
         "heads": lambda: split_sequence(tiny.wan_transformer(heads=2), group),
         "class": lambda: split_sequence(nn.Linear(2, 2), group),
         "twice": lambda: split_sequence(split, group),

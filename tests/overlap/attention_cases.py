@@ -1,5 +1,7 @@
 """What every rank does in the tests of attention: the library's layers beside the whole by one process."""
 
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -127,6 +129,8 @@ def ulysses(case: dict[str, Any]) -> None:
     q, k, v = (t.unflatten(-1, (-1, D)) for t in qkv)
     assert q.shape == (layer.batch, layer.rows, heads[rank], D)
     fused = {"weight": out_weight, "bias": out_bias} if case["fused"] else {}
+    if case["recompute"] and not case["started"]:
+        options["recompute"] = True
     y = called(case, "attention_all_to_all")(q, k, v, group, heads=heads, sizes=case["rows"], **fused, **options)
     same("y", y, part(layer.y, case["rows"], 1))
     (y * part(layer.load, case["rows"], 1)).sum().backward()
@@ -184,6 +188,47 @@ def checkpointed() -> None:
         grads.append([t.grad for t in inputs])
         for tensor in inputs:
             tensor.grad = None
+    assert all(torch.equal(one, other) for one, other in zip(*grads))
+
+
+class Watched(torch.autograd.Function):
+    """The identity; what its graph holds tells whether the graph lives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: list[Any]) -> Tensor:
+        ctx.token = threading.Event()
+        tokens.append(weakref.ref(ctx.token))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return grads[0], None
+
+
+def recomputed() -> None:
+    """With `recompute` a checkpointed attention keeps no graph until its backward; gradients are the same."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    draw = Draw(11)
+    weight, x = leaf(draw(n * D, 3)), leaf(part_of(group)(draw(1, 2 * n, 3), [2] * n, 1))
+    tokens: list[Any] = []
+
+    def attention(*args: Any) -> Tensor:
+        return Watched.apply(overlap.scaled_dot_product_attention(*args), tokens)
+
+    def layer(x: Tensor) -> Tensor:
+        (q,) = matmul_all_to_all(x, [weight], group, features=[[D] * n])
+        q = q.unflatten(-1, (1, D))
+        y = attention_all_to_all(q, q.sin(), q.cos(), group, attention=attention, recompute=recompute)
+        return y.square()
+
+    grads = []
+    for recompute in (False, True):
+        tokens.clear()
+        y = checkpoint(layer, x, use_reentrant=False)
+        assert sum(token() is not None for token in tokens) == (0 if recompute else n)
+        y.sum().backward()
+        grads.append((x.grad, weight.grad))
+        x.grad = weight.grad = None
     assert all(torch.equal(one, other) for one, other in zip(*grads))
 
 

@@ -29,6 +29,7 @@ def cases(draw: st.DrawFn, num_ranks: int, fewest_kv_heads: int) -> dict[str, An
         "causal": draw(st.booleans()),
         "mask": draw(st.sampled_from(["none", "added", "bool", "keys"])),
         "started": draw(st.booleans()),
+        "recompute": draw(st.booleans()),
         "by_hand": draw(st.booleans()),
         "schedule": draw(st.sampled_from(["direct", "direct", "plain", "auto", "reference"])),
         "num_subslices": draw(st.sampled_from([1, 2, 4])),
@@ -87,6 +88,10 @@ def test_an_adapter_that_does_not_fit_is_refused(ranks: Ranks) -> None:
 
 def test_attention_works_under_activation_checkpointing(ranks: Ranks) -> None:
     ranks.run(3, attention_cases.checkpointed)
+
+
+def test_attention_that_recomputes_keeps_no_graph_under_activation_checkpointing(ranks: Ranks) -> None:
+    ranks.run(3, attention_cases.recomputed)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
