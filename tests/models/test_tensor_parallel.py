@@ -12,34 +12,38 @@ def case(family: str, shard_rows: bool, tuning: str = "full", dtype: str = "floa
     return {"family": family, "shard_rows": shard_rows, "tuning": tuning, "dtype": dtype, **more}
 
 
-SHARDED = [
-    case("flux", True),
-    case("flux", True, "lora", guidance=3.0, checkpointed=True),
-    case("flux", True, "lora", "float32"),
-    case("wan", True, checkpointed=True),
-    case("wan", True, "lora", guidance=5.0),
-    case("wan", True, "full", "float32"),
-]
-WHOLE = [case("flux", False, "full", "float32"), case("wan", False, "lora", guidance=5.0)]
-DIGITS = [case("digits", True, "full", "float32", guidance=2.0), case("digits", False, "lora", checkpointed=True)]
+CASES = {
+    1: [case("flux", True)],
+    2: [
+        case("flux", True, checkpointed=True),
+        case("wan", True, "lora", guidance=5.0),
+        case("digits", False, "lora", checkpointed=True),
+        case("wan", False, "full", "float32"),
+    ],
+    3: [
+        case("flux", True, "lora", guidance=3.0, checkpointed=True),
+        case("wan", True, checkpointed=True),
+        case("flux", False, "full", "float32"),
+    ],
+    4: [
+        case("flux", True, "full", "float32"),
+        case("wan", True, "full", "float32"),
+        case("digits", True, "full", "float32", guidance=2.0),
+    ],
+}
+"""By ranks. Of the digits' two text tokens four ranks have one, one, none and none."""
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_an_adapter_with_sharded_rows_equals_one_process(ranks: Ranks, num_ranks: int) -> None:
-    for one in SHARDED if num_ranks > 1 else SHARDED[:1]:
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_a_split_adapter_equals_one_process(ranks: Ranks, num_ranks: int) -> None:
+    for one in CASES[num_ranks]:
         ranks.run(num_ranks, cases.on_tensor_axis, one)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_an_adapter_with_whole_rows_equals_one_process(ranks: Ranks, num_ranks: int) -> None:
-    for one in WHOLE:
-        ranks.run(num_ranks, cases.on_tensor_axis, one)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_digits_equal_one_process_and_some_ranks_have_no_text(ranks: Ranks, num_ranks: int) -> None:
-    for one in DIGITS:
-        ranks.run(num_ranks, cases.on_tensor_axis, one)
+@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+def test_in_16_bits_a_split_adapter_is_as_near_to_float32_as_a_whole_one(ranks: Ranks, how: str) -> None:
+    for family, shard_rows in (("flux", True), ("wan", True), ("flux", False)):
+        ranks.run(2, cases.in_16_bits, case(family, shard_rows, "lora", "float32"), how)
 
 
 @pytest.mark.parametrize("shard_rows", [True, False])
@@ -47,11 +51,10 @@ def test_image_to_video_equals_one_process(ranks: Ranks, shard_rows: bool) -> No
     ranks.run(2, cases.image_to_video, shard_rows)
 
 
-@pytest.mark.parametrize("family", ["flux", "wan"])
+@pytest.mark.parametrize(("family", "shard_rows"), [("flux", True), ("wan", True), ("flux", False)])
 @pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_tensor_beside_fsdp2_equals_one_process(ranks: Ranks, family: str, tuning: str) -> None:
-    for shard_rows in (True, False):
-        ranks.run(4, cases.beside_fsdp, case(family, shard_rows, tuning, checkpointed=shard_rows))
+def test_tensor_beside_fsdp2_equals_one_process(ranks: Ranks, family: str, tuning: str, shard_rows: bool) -> None:
+    ranks.run(4, cases.beside_fsdp, case(family, shard_rows, tuning, checkpointed=tuning == "lora"))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
