@@ -35,6 +35,7 @@ class TrainedStep:
     log_prob: (B,) under the rollout policy.
     reference_velocity: (B, *latent_shape), or None without KL.
     cotangent: (B,) norm of the loss's gradient with respect to the velocity, once it is known.
+    counts: (B,) float64, 0 for rows that are run but are no term of the loss; None where all count.
     """
 
     steps: Tensor
@@ -44,6 +45,7 @@ class TrainedStep:
     log_prob: Tensor
     reference_velocity: Tensor | None = None
     cotangent: Tensor | None = None
+    counts: Tensor | None = None
 
     def rows(self, index: Tensor) -> "TrainedStep":
         """The same for the rows in `index` alone."""
@@ -55,12 +57,14 @@ class TrainedStep:
             self.mean[index],
             self.log_prob[index],
             None if reference is None else reference[index],
+            counts=None if self.counts is None else self.counts[index.cpu()],
         )
 
     @staticmethod
     def cat(parts: "list[TrainedStep]") -> "TrainedStep":
         """Rows of several records in one."""
         references = [p.reference_velocity for p in parts if p.reference_velocity is not None]
+        counts = [torch.ones(len(p.steps)).double() if p.counts is None else p.counts for p in parts]
         return TrainedStep(
             torch.cat([p.steps for p in parts]),
             torch.cat([p.latents for p in parts]),
@@ -68,11 +72,12 @@ class TrainedStep:
             torch.cat([p.mean for p in parts]),
             torch.cat([p.log_prob for p in parts]),
             torch.cat(references) if references else None,
+            counts=torch.cat(counts) if any(p.counts is not None for p in parts) else None,
         )
 
 
 class StepLoss(NamedTuple):
-    """Losses of B rows and what is logged of them; (B,) each."""
+    """Losses of B rows and what is logged of those that count; (B,) each, the last two of as many as count."""
 
     policy: Tensor
     kl: Tensor | None
@@ -92,6 +97,8 @@ def step_loss(
     log_prob = process.log_prob(mean, step.latents_next, step.steps)
     difference = log_prob - step.log_prob
     advantages = advantages.to(log_prob)
+    if step.counts is not None:
+        advantages = advantages * step.counts.to(advantages)
     exponent = difference
     if objective.guard:
         b, power, weight = process.guard(mean, step.mean, step.steps)
@@ -103,4 +110,8 @@ def step_loss(
     if step.reference_velocity is not None:
         reference = process.mean(step.latents, step.reference_velocity, step.steps)
         kl = process.kl(mean, reference, step.steps, objective.kl_convention)
-    return StepLoss(policy, kl, ratio.detach(), difference.detach())
+    ratio, difference = ratio.detach(), difference.detach()
+    if step.counts is None:
+        return StepLoss(policy, kl, ratio, difference)
+    counted = step.counts.to(ratio.device) != 0
+    return StepLoss(policy, None if kl is None else kl * step.counts.to(kl), ratio[counted], difference[counted])

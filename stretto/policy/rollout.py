@@ -36,6 +36,7 @@ class Batch:
     """The samples of one forward: B rows that share their trained steps.
 
     prompts: one text a row; condition: (B, ...) tensors; trained_steps: S, ascending.
+    is_companion: run so that this rank stays in lockstep with the others, and no term of any loss or statistic.
     """
 
     samples: tuple[SampleKey, ...]
@@ -43,6 +44,7 @@ class Batch:
     trained_steps: tuple[int, ...]
     prompts: tuple[str, ...] = ()
     metadata: tuple[dict[str, Any], ...] = ()
+    is_companion: bool = False
 
     def row(self, i: int) -> "Batch":
         """Row i as a batch of its own."""
@@ -53,6 +55,7 @@ class Batch:
             self.trained_steps,
             self.prompts[i : i + 1],
             self.metadata[i : i + 1],
+            self.is_companion,
         )
 
 
@@ -233,7 +236,8 @@ def _record(policy: Policy, batch: Batch, latents: Tensor, velocity: Tensor, ste
     reference = None
     if policy.objective.kl_beta:
         reference = policy.forward_reference(latents, steps, batch.condition)
-    return TrainedStep(steps, latents, latents_next, mean, log_prob, reference)
+    counts = torch.zeros(len(steps), dtype=torch.float64) if batch.is_companion else None
+    return TrainedStep(steps, latents, latents_next, mean, log_prob, reference, counts=counts)
 
 
 def _require_finite(finite: Tensor, samples: Sequence[SampleKey], dtype: torch.dtype) -> None:

@@ -114,7 +114,9 @@ class KeptBytes:
     """
 
     def __init__(self, excluded: list[Tensor]) -> None:
-        self._excluded = {t.untyped_storage().data_ptr() for t in excluded}
+        with torch.no_grad():  # of a DTensor, this rank's part
+            local = [getattr(t, "to_local", lambda t=t: t)() for t in excluded]
+        self._excluded = {t.untyped_storage().data_ptr() for t in local}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._context: Any = None
         self.total = 0

@@ -1,8 +1,11 @@
 """Gradients that leave before their advantages are known equal those of one process that has every sample."""
 
-import pytest
+import dataclasses
 
-from stretto.policy import Late, Policy
+import pytest
+import torch
+
+from stretto.policy import AdvantageRule, Late, Policy, make_schedule
 from tests.policy import late_cases
 from tests.policy.toy import distance, make_batches, make_policy, make_rewards, run
 
@@ -76,3 +79,25 @@ def test_in_lockstep_every_backward_is_run(name, options):
     assert counts[0][0] + counts[0][1] == 18
     assert counts[0][1] > 0
     assert distance(gradients[1], gradients[0]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["native", "retain", "reweight", "hybrid"])
+@pytest.mark.parametrize("options", [{}, {"replay_batch": 0}])
+def test_a_companion_is_run_and_counts_nowhere(name, options):
+    def update(batches):
+        policy = make_policy(kl_beta=0.3, dtype=torch.float64)
+        policy.in_lockstep = True
+        schedule = make_schedule(name, policy, rule=AdvantageRule(), num_samples=3, **options)
+        trajectories = [schedule.rollout(batch, late_cases.score_of(rewards)) for batch in batches]
+        advantages = [torch.full((1,), 0.5 + i) for i in range(len(batches))]
+        stats = schedule.update(trajectories, advantages, 0.1)
+        seen = {"rows": stats.num_rows, "kl": stats.summary()["kl"], **stats.summary()["gradient_share"]}
+        return {key: p.grad for key, p in policy.parameters.items()}, seen, policy.counter.take()["backwards"]
+
+    rewards = make_rewards(1, 4)
+    batches = make_batches(1, 4, 1, (0, 2), torch.float64)
+    gradient, seen, backwards = update(batches[:3])
+    mine, mine_seen, mine_backwards = update([*batches[:3], dataclasses.replace(batches[3], is_companion=True)])
+    assert distance(mine, gradient) < 1e-12
+    assert mine_seen == pytest.approx(seen, rel=1e-12)
+    assert mine_backwards == backwards * 4 / 3

@@ -32,6 +32,8 @@ class UpdateStats:
     def add_loss(self, loss: StepLoss) -> None:
         """Take ratio, clip fraction, approximate KL and KL of a step's rows."""
         self.num_rows += len(loss.ratio)
+        if not len(loss.ratio):
+            return
         difference, ratio = loss.log_prob_difference, loss.ratio
         self._add("ratio", ratio.sum())
         self._add("clip_fraction", ((ratio - 1).abs() > self.clip_range).sum())
