@@ -14,12 +14,16 @@ import torch
 
 from stretto.config import Config
 from stretto.feed import Feed
+from stretto.identity import identity_of
 from stretto.models import load_adapter
 from stretto.models.base import Adapter
-from stretto.models.trainable import attach_lora, make_full, reference, trainable_parameters
+from stretto.models.trainable import attach_lora, frozen_copy, make_full, reference, trainable_parameters
 from stretto.policy import AdvantageRule, KeyedNoise, Objective, Policy, Process, TrainedStepsRule, make_sigmas
 from stretto.prompts import Prompts, read_prompts
+from stretto.ranks import Ranks
 from stretto.rewards import load_reward
+from stretto.rewards.retries import Scoring
+from stretto.split import split_model
 
 __all__ = [
     "Assembly",
@@ -30,17 +34,20 @@ __all__ = [
     "build_prompts",
     "build_rewards",
     "build_rule",
+    "build_scoring",
     "build_sigmas",
     "build_steps_rule",
+    "choose_weights",
     "prepare_process",
 ]
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """The objects of a run that depend on the config alone."""
+    """The objects of a run that depend on the config and the ranks alone; identity: see `identity_of`."""
 
     adapter: Adapter
+    identity: dict[str, Any]
     prompts: Prompts
     policy: Policy
     rule: AdvantageRule
@@ -48,20 +55,24 @@ class Assembly:
     feed: Feed
 
 
-def assemble(config: Config) -> Assembly:
-    """Everything at once, the cheap and the likely to be wrong first."""
+def assemble(config: Config, ranks: Ranks | None = None) -> Assembly:
+    """Everything at once, the cheap and the likely to be wrong first; the model split over the ranks."""
     prepare_process(config)
     rule, steps_rule, rewards = build_rule(config), build_steps_rule(config), build_rewards(config)
     adapter = build_adapter(config)
     prompts = build_prompts(config, adapter)
     feed = Feed(config, adapter, prompts, steps_rule)
-    return Assembly(adapter, prompts, build_policy(config, adapter), rule, rewards, feed)
+    choose_weights(config, adapter)
+    identity = identity_of(config, adapter.transformer)
+    policy = build_policy(config, adapter, ranks or Ranks((1, 1, 1, 1)))
+    return Assembly(adapter, identity, prompts, policy, rule, rewards, feed)
 
 
 def build_device(config: Config) -> torch.device:
     """The device of `run.device`, checked to be there."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     if config.run.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     device = torch.device(config.run.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"run.device = {config.run.device}: there are {torch.cuda.device_count()} CUDA devices here")
@@ -87,20 +98,29 @@ def build_adapter(config: Config) -> Adapter:
     )
 
 
-def build_policy(config: Config, adapter: Adapter) -> Policy:
-    """Make the recipe's weights trainable, and the policy around them."""
-    sampling, tuning = config.sampling, config.tuning
-    if tuning.method == "lora":
-        attach_lora(
-            adapter.transformer,
-            rank=tuning.rank,
-            alpha=tuning.alpha,
-            targets=tuning.targets or adapter.lora_targets,
-            seed=config.run.seed,
-            start_from=tuning.start_from,
-        )
-    else:
+def choose_weights(config: Config, adapter: Adapter) -> None:
+    """Make the recipe's weights trainable: a LoRA, or all."""
+    tuning = config.tuning
+    if tuning.method == "full":
         make_full(adapter.transformer)
+        return
+    attach_lora(
+        adapter.transformer,
+        rank=tuning.rank,
+        alpha=tuning.alpha,
+        targets=tuning.targets or adapter.lora_targets,
+        seed=config.run.seed,
+        start_from=tuning.start_from,
+    )
+
+
+def build_policy(config: Config, adapter: Adapter, ranks: Ranks) -> Policy:
+    """The policy around the model, split over the ranks."""
+    sampling = config.sampling
+    frozen = frozen_copy(adapter) if config.objective.kl_beta and config.tuning.method == "full" else None
+    split_model(config, adapter.transformer, ranks)
+    if frozen is not None:
+        split_model(config, frozen.transformer, ranks)
     objective = config.objective
     return Policy(
         velocity=adapter.velocity,
@@ -114,7 +134,7 @@ def build_policy(config: Config, adapter: Adapter) -> Policy:
         objective=Objective(objective.clip_range, objective.kl_beta, objective.kl_convention, objective.guard),
         noise=KeyedNoise(config.run.seed, adapter.latent_shape, sampling.initial_noise),
         module=adapter.transformer,
-        reference=reference(adapter, tuning.method) if objective.kl_beta else None,
+        reference=reference(adapter, frozen) if objective.kl_beta else None,
         autocast=None if config.model.autocast == "none" else torch.bfloat16,
         rows_per_sample=adapter.rows_per_sample,
     )
@@ -154,6 +174,12 @@ def build_rewards(config: Config) -> dict[str, Callable[..., Any]]:
     return {reward.name: load_reward(reward.name) for reward in config.rewards}
 
 
+def build_scoring(config: Config) -> Scoring:
+    """The recipe's way with rewards that fail."""
+    s = config.scoring
+    return Scoring(s.attempts, s.backoff_s, s.timeout_s, s.on_failure)
+
+
 def build_prompts(config: Config, adapter: Adapter) -> Prompts:
     """The recipe's prompts: its file, else the adapter's own."""
     if config.prompts.file:
@@ -164,12 +190,7 @@ def build_prompts(config: Config, adapter: Adapter) -> Prompts:
 
 
 def prepare_process(config: Config) -> None:
-    """One process, the threads that were asked for, and the global seed (a reward's own model may be drawn)."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(
-            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}: training runs on one process in this version; start it "
-            "without torchrun, or with --nproc-per-node 1"
-        )
+    """The threads that were asked for, and the global seed (a reward's own model may be drawn)."""
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     torch.manual_seed(config.run.seed)

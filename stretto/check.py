@@ -89,7 +89,8 @@ def compare(
     for number, (name, replay_batch) in enumerate(choices):
         label = {1: "native again", 2: f"native, replay {replay}"}.get(number, name)
         try:
-            schedule = make_chosen(Choice(name, replay_batch, ""), config, policy, rule, batches[0])
+            schedule = make_chosen(Choice(name, replay_batch, ""), config, policy, rule)
+            schedule.prepare(batches[0])
         except ValueError as refusal:
             rows.append(Row(label, refused=str(refusal)))
             continue
@@ -130,7 +131,7 @@ def _rewards(
     judged: Callable[[Batch, Tensor], Tensor],
 ) -> dict[SampleKey, Tensor]:
     """The rewards (K,) of every sample, judged once; made-up ones where the real have no spread to learn from."""
-    native = make_chosen(Choice("native", 1, ""), config, policy, rule, batches[0])
+    native = make_chosen(Choice("native", 1, ""), config, policy, rule)
     rewards = torch.cat([native.rollout(batch, judged).rewards for batch in batches])
     num_samples = config.prompts.samples
     if bool(rule(rewards.view(-1, num_samples, rewards.shape[1])).zero_spread.all()):

@@ -9,13 +9,14 @@ so that a resumed run does not race again, unless the settings that it was made 
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stretto.build import Assembly
 from stretto.config import Config
 from stretto.policy import AdvantageRule, Batch, Policy, make_schedule
 from stretto.policy.schedules import Reweight, Schedule
@@ -33,9 +34,9 @@ class Choice:
     settings: str = ""
 
 
-def make_chosen(choice: Choice, config: Config, policy: Policy, rule: AdvantageRule, batch: Batch) -> Schedule:
-    """The schedule of a choice, tried on a batch."""
-    schedule = make_schedule(
+def make_chosen(choice: Choice, config: Config, policy: Policy, rule: AdvantageRule) -> Schedule:
+    """The schedule of a choice."""
+    return make_schedule(
         choice.name,
         policy,
         rule=rule,
@@ -43,46 +44,41 @@ def make_chosen(choice: Choice, config: Config, policy: Policy, rule: AdvantageR
         replay_batch=choice.replay_batch,
         retain_last=config.schedule.retain_last,
     )
-    schedule.prepare(batch)
-    return schedule
 
 
-def choose(
-    config: Config,
-    policy: Policy,
-    rule: AdvantageRule,
-    first_wave: Callable[[], list[Batch]],
-    kept: Mapping[str, Any] | None = None,
-) -> Choice:
-    """The choice that was kept (as a dict, in a checkpoint) where it still fits, or a new one.
-
-    first_wave: gives the batches to race on.
-    """
+def choose(config: Config, run: Assembly, num_ranks: int, kept: Mapping[str, Any] | None = None) -> Choice:
+    """The choice that was kept (as a dict, in a checkpoint) where it still fits, or a new one."""
     replay_batch = config.schedule.replay_batch
     if config.schedule.name != "auto":
         return Choice(config.schedule.name, replay_batch, "the recipe says so")
-    settings = _digest(config)
+    settings = _digest(config, num_ranks)
     if kept and kept["settings"] == settings:
         return Choice(**kept)
-    name, reason = _default(config, policy)
+    name, reason = _default(config, run.policy)
     choice = Choice(name, replay_batch, reason)
-    if config.schedule.race:
-        choice = _race(config, policy, rule, choice, first_wave())
+    if config.schedule.race and num_ranks == 1:
+        choice = _race(config, run.policy, run.rule, choice, run.feed.first_wave())
     return replace(choice, settings=settings)
 
 
-def _digest(config: Config) -> str:
+def _digest(config: Config, num_ranks: int) -> str:
     """Names the settings that decide which schedule is possible and fast."""
     sections = ("schedule", "objective", "advantage", "sampling", "trained_steps", "tuning", "model", "prompts")
-    text = json.dumps([asdict(getattr(config, section)) for section in sections])
+    parallel = asdict(config.parallel) if num_ranks > 1 else None
+    text = json.dumps([*(asdict(getattr(config, section)) for section in sections), parallel])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _default(config: Config, policy: Policy) -> tuple[str, str]:
+    parallel = config.parallel
+    if parallel.reduction == "per_step":
+        return "native", "reduces at every trained step, where only native's and retain's advantages are known"
     if config.objective.kl_beta:
         return "retain", "with KL, reweight would pay a second vector-Jacobian product"
     if config.advantage.best or config.advantage.worst:
         return "retain", "best-of-n drops samples, whose backwards reweight would have paid for"
+    if config.sampling.samples_per_forward > 1 and parallel.shard > 1:
+        return "retain", "sharded weights have no per-sample gradients, so reweight would run samples one by one"
     if config.sampling.samples_per_forward > 1 and not Reweight(policy).is_batched:
         return "retain", "no per-sample gradient for every weight, so reweight would run samples one by one"
     return "reweight", "nothing run twice, one gradient a sample held"
@@ -94,7 +90,9 @@ def _race(config: Config, policy: Policy, rule: AdvantageRule, default: Choice, 
     replay_batch = default.replay_batch if default.replay_batch != 1 else rows
     native = Choice("native", replay_batch, "")
     seconds: dict[str, list[float]] = {default.name: [], "native": []}
-    racers = [make_chosen(choice, config, policy, rule, batches[0]) for choice in (default, native)]
+    racers = [make_chosen(choice, config, policy, rule) for choice in (default, native)]
+    for schedule in racers:
+        schedule.prepare(batches[0])
     for _ in range(config.schedule.race):
         for schedule in racers:
             seconds[schedule.name].append(_seconds(schedule, policy, rule, config.prompts.samples, batches))

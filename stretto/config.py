@@ -17,11 +17,13 @@ __all__ = [
     "Model",
     "Objective",
     "Optimizer",
+    "Parallel",
     "Prompts",
     "Reward",
     "Run",
     "Sampling",
     "Schedule",
+    "Scoring",
     "TrainedSteps",
     "Tuning",
 ]
@@ -162,6 +164,22 @@ class Reward:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """How rewards are called, and what happens when a remote one fails (a local one that raises stops the run)."""
+
+    behind: bool = True
+    """Score one prompt group while the next is rolled out, in a thread; the numbers are the same either way."""
+    attempts: int = 5
+    """How often a remote reward is asked before it counts as failed."""
+    backoff_s: float = 1.0
+    """Seconds before the second attempt; doubled before each further one, a minute at most."""
+    timeout_s: float = 60.0
+    """Seconds that one attempt may take."""
+    on_failure: Literal["stop", "skip"] = "stop"
+    """Stop the run with a checkpoint, or leave that prompt group out of the iteration and count it."""
+
+
+@dataclass(frozen=True)
 class Advantage:
     """From rewards to advantages: (r - mean) / (std + 1e-4), clamped."""
 
@@ -267,6 +285,31 @@ class Checkpoint:
     """Iterations between checkpoints; 0 only at the end and on a signal."""
     keep: int = 2
     """Newest checkpoints kept (the best by evaluation reward is kept beside them)."""
+    asynchronous: bool = True
+    """Write a checkpoint while the next iteration runs."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The ranks that torchrun starts, as a mesh: replicate x shard x ulysses x tensor is their number."""
+
+    replicate: int = 0
+    """Copies of the model that make different samples; 0 takes the ranks that the other axes leave."""
+    shard: int = 1
+    """FSDP2: ranks that make different samples and hold one model between them."""
+    ulysses: int = 1
+    """Ranks that share a sample and split its tokens; attention splits its heads."""
+    tensor: int = 1
+    """Ranks that share a sample and split its attention and feed-forward layers."""
+    shard_rows: bool = True
+    """With `tensor`: also split the tokens between the products (sequence sharding)."""
+    reduction: Literal["auto", "late", "coalesced", "per_step"] = "auto"
+    """When gradients are summed: sent before their advantage is known and scaled by their owner, once an optimizer
+    step, or at every trained step. `auto`: late with reweight and two_sum, else coalesced."""
+    optimizer_state: Literal["sharded", "whole"] = "sharded"
+    """A replica keeps its share (ZeRO-1), and the new weights are gathered behind the next forward; or all of it."""
+    timeout_s: float = 300.0
+    """Seconds after which a rank that waits for another gives up, and the run ends on every rank."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +323,7 @@ class Config:
     sampling: Sampling = field(default_factory=Sampling)
     trained_steps: TrainedSteps = field(default_factory=TrainedSteps)
     rewards: list[Reward] = field(default_factory=list)
+    scoring: Scoring = field(default_factory=Scoring)
     advantage: Advantage = field(default_factory=Advantage)
     objective: Objective = field(default_factory=Objective)
     schedule: Schedule = field(default_factory=Schedule)
@@ -287,3 +331,4 @@ class Config:
     ema: Ema = field(default_factory=Ema)
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    parallel: Parallel = field(default_factory=Parallel)

@@ -4,7 +4,6 @@ The same pictures are drawn each time, so that grids and figures compare across 
 another than the reward where the recipe names one: a reward that rises while the judge falls is being exploited.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,8 @@ from stretto.config import Config
 from stretto.models.ema import Ema
 from stretto.policy import KeyedNoise, SampleKey, ode
 from stretto.prompts import Prompts
+from stretto.ranks import Ranks
+from stretto.reduction import Reduction
 from stretto.rewards import load_judge
 from stretto.rewards.scoring import judge, score
 
@@ -39,9 +40,10 @@ class Evaluation:
 
 
 class Evaluator:
-    """Draws and judges `evaluation.samples` samples of each evaluation prompt."""
+    """Draws `evaluation.samples` samples of each evaluation prompt over the ranks; the first one judges them."""
 
-    def __init__(self, config: Config, run: Assembly) -> None:
+    def __init__(self, config: Config, run: Assembly, ranks: Ranks, reduction: Reduction) -> None:
+        self.ranks, self.reduction = ranks, reduction
         self.config, self.adapter, self.rewards, prompts = config, run.adapter, run.rewards, run.prompts
         self.texts, self.metadata = _chosen(config.evaluation.prompts, prompts)
         self.judge = load_judge(config.evaluation.judge) if config.evaluation.judge else None
@@ -58,8 +60,23 @@ class Evaluator:
         """Draw with the averaged weights (the live ones where there are none) and judge."""
         count = self.config.evaluation.samples
         keys = [SampleKey(EVALUATION, p, m) for p in range(len(self.texts)) for m in range(count)]
-        with torch.no_grad(), ema.swapped() if ema is not None else nullcontext():
-            media = torch.cat([self._draw(part) for part in _chunks(keys, self._rows())])
+        with torch.no_grad(), self.reduction.averaged(ema):
+            media = self._drawn(_chunks(keys, self.config.sampling.samples_per_forward))
+        return Evaluation(self.ranks.on_first(lambda: self._figures(keys, media)), media, list(self.texts))
+
+    def _drawn(self, chunks: list[list[SampleKey]]) -> Tensor:
+        """The pictures of all chunks, dealt to the ranks; all draw equally often, so that they stay in step."""
+        number, mine = self.ranks.num_data_ranks, {}
+        for start in range(0, len(chunks), number):
+            place = start + self.ranks.data_rank
+            if place < len(chunks):
+                mine[place] = self._draw(chunks[place])
+            elif self.reduction.in_step:
+                self._draw(chunks[start])
+        drawn = {place: media for part in self.ranks.gather(mine) for place, media in part.items()}
+        return torch.cat([drawn[place] for place in sorted(drawn)])
+
+    def _figures(self, keys: list[SampleKey], media: Tensor) -> dict[str, float]:
         texts = [self.texts[key.prompt] for key in keys]
         names = [f"{key.sample} of evaluation prompt {key.prompt}" for key in keys]
         metadata = {name: [column[key.prompt] for key in keys] for name, column in self.metadata.items()}
@@ -69,7 +86,7 @@ class Evaluator:
         if self.judge is not None:
             judged = judge(self.config.evaluation.judge, self.judge, media, texts)
             figures |= {f"judge/{name}": value for name, value in judged.items()}
-        return Evaluation(figures, media, list(self.texts))
+        return figures
 
     def _draw(self, keys: list[SampleKey]) -> Tensor:
         latents = self.noise.initial(keys).to(build_device(self.config))
@@ -77,9 +94,6 @@ class Evaluator:
         with torch.autocast(latents.device.type, torch.bfloat16, enabled=self.config.model.autocast != "none"):
             latents = ode(self.adapter.velocity, self.sigmas, latents, condition)
         return self.adapter.decode(latents).cpu()
-
-    def _rows(self) -> int:
-        return self.config.sampling.samples_per_forward
 
 
 def _chosen(texts: list[str], prompts: Prompts) -> tuple[list[str], dict[str, list[Any]]]:

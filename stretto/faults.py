@@ -103,6 +103,14 @@ _BOUNDS = {
     "evaluation.patience": _at_least(0, "0 never stops early"),
     "checkpoint.every": _at_least(0, "0 checkpoints at the end and on a signal alone"),
     "checkpoint.keep": _at_least(1),
+    "scoring.attempts": _at_least(1),
+    "scoring.backoff_s": _at_least(0),
+    "scoring.timeout_s": _positive(),
+    "parallel.replicate": _at_least(0, "0 takes the ranks that the other axes leave"),
+    "parallel.shard": _at_least(1),
+    "parallel.ulysses": _at_least(1),
+    "parallel.tensor": _at_least(1),
+    "parallel.timeout_s": _positive(),
 }
 
 
@@ -142,6 +150,7 @@ def _conflicts(config: Config) -> Iterator[Fault]:
     yield from _sampling_conflicts(config)
     yield from _trained_steps_conflicts(config)
     yield from _update_conflicts(config)
+    yield from _parallel_conflicts(config)
     if config.evaluation.patience > 0 and config.evaluation.every == 0:
         way_out = "it counts evaluations, and evaluation.every = 0 makes none; set evaluation.every, or patience to 0"
         yield _fault(config, "evaluation.patience", way_out, "evaluation.every")
@@ -240,6 +249,22 @@ def _update_conflicts(config: Config) -> Iterator[Fault]:
             'take fewer updates or optimizer.updates_over = "all"'
         )
         yield _fault(config, "optimizer.updates_per_rollout", way_out, "prompts.per_iteration")
+
+
+def _parallel_conflicts(config: Config) -> Iterator[Fault]:
+    parallel, schedule = config.parallel, config.schedule.name
+    if parallel.reduction == "late" and schedule in ("native", "retain", "hybrid"):
+        way_out = (
+            f'{schedule} knows the advantage before its backward; take "coalesced", or schedule.name = "reweight"'
+        )
+        yield _fault(config, "parallel.reduction", way_out, "schedule.name")
+    if parallel.reduction == "per_step" and schedule in ("reweight", "two_sum", "hybrid"):
+        way_out = f'{schedule} has no advantage at a trained step; take "late" or "coalesced"'
+        yield _fault(config, "parallel.reduction", way_out, "schedule.name")
+    in_step = parallel.shard > 1 or parallel.reduction == "per_step"
+    if in_step and config.schedule.replay_batch != 1:
+        way_out = "sharded ranks, and ranks that reduce at every step, replay one batch at a time; take 1"
+        yield _fault(config, "schedule.replay_batch", way_out, "parallel.shard", "parallel.reduction")
 
 
 def _num_trained(config: Config) -> int:

@@ -11,7 +11,7 @@ import torch
 from stretto.config import Config
 from stretto.models.base import Adapter
 from stretto.policy import Batch, Condition, SampleKey, TrainedStepsRule
-from stretto.policy.layout import Place, waves
+from stretto.policy.layout import Place, Wave, waves
 from stretto.policy.noise import generator
 from stretto.prompts import Prompts
 
@@ -28,16 +28,18 @@ class Feed:
         self.config, self.adapter, self.prompts, self.steps_rule = config, adapter, prompts, steps_rule
         self._conditions: dict[str, Condition] = {}
 
-    def waves(self, iteration: int, prompts: range, *, together: bool) -> list[list[list[Place]]]:
-        """The places of these prompt groups in batches, in waves that complete their groups."""
+    def waves(
+        self, iteration: int, prompts: range, num_rows: int, num_ranks: int = 1, *, together: bool
+    ) -> list[Wave]:
+        """Which rank makes which samples of these prompt groups in which round, at most `num_rows` a forward."""
         trained = {prompt: self.trained_steps(iteration, prompt) for prompt in prompts}
-        rows = self.config.sampling.samples_per_forward
-        return waves(trained, self.config.prompts.samples, rows, together=together)
+        return waves(trained, self.config.prompts.samples, num_rows, num_ranks, together=together)
 
     def first_wave(self) -> list[Batch]:
-        """The batches of the run's first wave."""
-        first = self.waves(0, range(self.config.prompts.per_iteration), together=False)[0]
-        return [self.batch(0, places) for places in first]
+        """The batches of the run's first wave, as one rank makes them."""
+        rows = self.config.sampling.samples_per_forward
+        first = self.waves(0, range(self.config.prompts.per_iteration), rows, together=False)[0]
+        return [self.batch(0, batches[0]) for batches in first.rounds]
 
     def trained_steps(self, iteration: int, prompt: int) -> tuple[int, ...]:
         """The trained steps of one prompt group."""

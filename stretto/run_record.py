@@ -1,11 +1,13 @@
 """What the loop leaves on disk and on the screen, and how it takes up again.
 
-One object between the loop and the record room: evaluations, grids, metrics, checkpoints, the table at the end. The
-hazard is the order in `write`.
+One object between the loop and the record room: evaluations, grids, metrics, checkpoints, the table at the end. Every
+rank has one, because checkpoints and evaluations are made together; the first alone writes and speaks. The hazard is
+the order in `write`.
 """
 
 import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -15,10 +17,9 @@ import torch
 
 from stretto.choose import Choice
 from stretto.config import Config
-from stretto.evaluation import Evaluator
+from stretto.evaluation import Evaluation, Evaluator
 from stretto.learner import Learner
 from stretto.models.trainable import save_full, save_lora
-from stretto.policy import Policy, fingerprint
 from stretto.recipe import dump_recipe
 from stretto.record.checkpoint import Checkpoint, Checkpoints
 from stretto.record.environment import as_json, environment
@@ -26,38 +27,54 @@ from stretto.record.media import save_grid
 from stretto.record.run_folder import RunFolder
 from stretto.record.trackers import Trackers, open_trackers
 
-__all__ = ["RunRecord", "identity_of"]
+__all__ = ["RunRecord"]
 
-SHOWN = ("reward", "zero_spread", "grad_norm", "kl", "evaluation/reward", "evaluation/judge/accuracy")
+SHOWN = (
+    "reward",
+    "zero_spread",
+    "skipped_groups",
+    "grad_norm",
+    "kl",
+    "evaluation/reward",
+    "evaluation/judge/accuracy",
+)
 GRID_COLUMNS = 8
 
 
 class RunRecord:
-    """The record of a run; `take_up` comes first.
+    """The record of a run; `take_up` comes first, on every rank, as does every other call.
 
-    finished: iterations done. history: evaluations by "first", "last" and "best", evaluations since the best, and
-    the choice of schedule; part of the checkpoint.
+    folder: rank 0's, None on the others. finished: iterations done. history: evaluations by "first", "last" and
+    "best", evaluations since the best, and the choice of schedule; part of the checkpoint.
     """
 
     def __init__(
-        self, config: Config, folder: RunFolder, learner: Learner, evaluator: Evaluator, checkpoints: Checkpoints
+        self,
+        config: Config,
+        folder: RunFolder | None,
+        learner: Learner,
+        evaluator: Evaluator,
+        checkpoints: Checkpoints,
     ) -> None:
         self.config, self.folder, self.learner, self.evaluator = config, folder, learner, evaluator
-        self.checkpoints = checkpoints
+        self.checkpoints, self.ranks = checkpoints, learner.ranks
         self.finished = 0
         self.history: dict[str, Any] = {"since_best": 0}
         self.evaluation_s = 0.0
         self.trackers: Trackers | None = None
 
-    def take_up(self, checkpoint: Checkpoint | None, choice: Choice) -> None:
+    def take_up(self, loaded: Checkpoint | None, choice: Choice) -> None:
         """Go on from a checkpoint, or begin; open the trackers, and say what will run and why."""
-        notes = []
-        if checkpoint is not None:
-            self.finished = checkpoint.iteration
-            self.history = dict(checkpoint.plain["history"])
-            self.learner.take_up(self.checkpoints, checkpoint)
-            notes = [*checkpoint.notes, *self._changed_settings()]
+        if loaded is not None:
+            self.finished = loaded.iteration
+            self.history = dict(loaded.plain["history"])
+            self.learner.take_up(self.checkpoints, loaded)
         self.history["choice"] = asdict(choice)
+        self._on_first(lambda: self._open(loaded, choice))
+
+    def _open(self, loaded: Checkpoint | None, choice: Choice) -> None:
+        assert self.folder is not None
+        notes = [*loaded.notes, *self._changed_settings(self.folder)] if loaded is not None else []
         self.folder.write_config(dump_recipe(self.config))
         self.folder.write_environment(as_json(environment()))
         self.trackers = open_trackers(
@@ -74,11 +91,14 @@ class RunRecord:
     def _greet(self, choice: Choice) -> None:
         config, policy = self.config, self.learner.policy
         if self.finished:
-            self._say(f"going on from iteration {self.finished} of {config.run.iterations} in {self.folder.path}")
+            self._say(f"going on from iteration {self.finished} of {config.run.iterations} in {config.run.folder}")
         num_trained = sum(p.numel() for p in policy.parameters.values())
         num_all = sum(p.numel() for p in policy.module.parameters())
         self._say(f"{config.model.adapter}: {num_trained:,} of {num_all:,} weights train ({config.tuning.method})")
         self._say(f"schedule: {choice.name}: {choice.reason}")
+        if self.ranks.world_size > 1:
+            axes = " x ".join(f"{axis} {size}" for axis, size in self.ranks.sizes.items() if size > 1)
+            self._say(f"{self.ranks.world_size} ranks: {axes}; reduction: {self.learner.reduction.kind}")
         self._say("on-policy: one forward gives both log-probabilities, so the ratio is 1 by design")
         updates = config.optimizer.updates_per_rollout
         if updates > 1:
@@ -86,11 +106,11 @@ class RunRecord:
                 f"{updates} optimizer steps a rollout: the first is recompute-free, the others native, with the clip"
             )
 
-    def _changed_settings(self) -> list[str]:
+    def _changed_settings(self, folder: RunFolder) -> list[str]:
         """What differs from the settings that the run was last started with, a line a setting."""
-        if not self.folder.config.is_file():
+        if not folder.config.is_file():
             return []
-        before, now = (_flat(tomllib.loads(t)) for t in (self.folder.config.read_text(), dump_recipe(self.config)))
+        before, now = (_flat(tomllib.loads(t)) for t in (folder.config.read_text(), dump_recipe(self.config)))
         return [
             f"{key} is now {now.get(key, 'unset')}, it was {before.get(key, 'unset')}"
             for key in sorted({*before, *now} - {"run.resume"})
@@ -111,12 +131,15 @@ class RunRecord:
         if self.evaluator.is_due(self.finished):
             metrics["evaluation"], is_best = self._evaluate()
             metrics["seconds"]["evaluation"] = self.evaluation_s
-        assert self.trackers is not None
-        self.trackers.write(metrics)
+        self._on_first(lambda: self._track(metrics))
         every = self.config.checkpoint.every
         is_last = must_stop or self.finished == self.config.run.iterations or self.patience_ended
         if is_last or is_best or (every and self.finished % every == 0):
             self._save(is_best)
+
+    def _track(self, metrics: dict[str, Any]) -> None:
+        assert self.trackers is not None
+        self.trackers.write(metrics)
 
     @property
     def patience_ended(self) -> bool:
@@ -126,10 +149,16 @@ class RunRecord:
 
     def finish(self) -> None:
         """Save the weights for use elsewhere, and show before and after."""
-        self._save_weights(self.folder.weights / "live")
+        self.checkpoints.wait()
+        with self.learner.reduction.averaged(None):
+            self._save_weights("live")
         if self.learner.ema is not None:
-            with self.learner.ema.swapped():
-                self._save_weights(self.folder.weights / "ema")
+            with self.learner.reduction.averaged(self.learner.ema):
+                self._save_weights("ema")
+        self._on_first(self._show_end)
+
+    def _show_end(self) -> None:
+        assert self.folder is not None
         if "first" in self.history:
             self._say(f"{'':<24}{'before':>10}{'after':>10}")
             for name, before in self.history["first"].items():
@@ -158,14 +187,7 @@ class RunRecord:
         """Evaluate now; the figures, and whether their reward is the best so far."""
         start = time.perf_counter()
         evaluation = self.evaluator.evaluate(self.learner.ema)
-        count = self.config.evaluation.samples
-        shown = [group[:GRID_COLUMNS] for group in evaluation.media.split(count)]
-        save_grid(
-            torch.cat(shown),
-            self.folder.grids / f"iteration-{self.finished:06d}",
-            columns=min(count, GRID_COLUMNS),
-            captions=evaluation.prompts,
-        )
+        self._on_first(lambda: self._save_pictures(evaluation))
         self.evaluation_s = time.perf_counter() - start
         figures, history = evaluation.figures, self.history
         history.setdefault("first", figures)
@@ -176,13 +198,27 @@ class RunRecord:
             history["best"] = {"reward": figures["reward"], "iteration": self.finished}
         return figures, is_best
 
+    def _save_pictures(self, evaluation: Evaluation) -> None:
+        assert self.folder is not None
+        count = self.config.evaluation.samples
+        shown = [group[:GRID_COLUMNS] for group in evaluation.media.split(count)]
+        save_grid(
+            torch.cat(shown),
+            self.folder.grids / f"iteration-{self.finished:06d}",
+            columns=min(count, GRID_COLUMNS),
+            captions=evaluation.prompts,
+        )
+
     def _save(self, is_best: bool) -> None:
         plain = self.learner.plain() | {"history": self.history}
         self.checkpoints.save(self.finished, self.learner.tensors(), plain, is_best=is_best)
 
-    def _save_weights(self, folder: Path) -> None:
+    def _save_weights(self, name: str) -> None:
         save = save_lora if self.config.tuning.method == "lora" else save_full
-        save(self.learner.adapter, folder)
+        save(self.learner.adapter, Path(self.config.run.folder) / "weights" / name, writes=self.ranks.is_first)
+
+    def _on_first(self, function: Callable[[], None]) -> None:
+        self.ranks.on_first(function)
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -191,24 +227,3 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
-
-
-def identity_of(config: Config, policy: Policy) -> dict[str, Any]:
-    """What a checkpoint must agree on to be of this model; to be asked before any weight has moved.
-
-    Names and shapes of what trains, the LoRA's strength, and a fingerprint of the base (the first values of each
-    weight; for full tuning the weights before training).
-    """
-    shapes = {name: list(p.shape) for name, p in policy.parameters.items()}
-    is_lora = config.tuning.method == "lora"
-    base = 0
-    for parameter in policy.module.parameters():
-        if not (is_lora and parameter.requires_grad):
-            base = (base * 31 + fingerprint(parameter.detach().flatten()[:64])) & 0xFFFFFFFF
-    return {
-        "adapter": config.model.adapter,
-        "method": config.tuning.method,
-        "alpha": config.tuning.alpha if is_lora else None,
-        "parameters": shapes,
-        "base": f"{base:08x}",
-    }

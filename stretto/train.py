@@ -1,51 +1,87 @@
-"""THE loop: roll, score, credit, step, record.
+"""THE loop: roll, score, credit, reduce, step, record.
 
-Everything that an iteration depends on is in the config, the checkpoint and the iteration's number, so a run that
-was killed goes on as one that never stopped. The hazard is the order at an iteration's end: the metrics line first,
-then the checkpoint, so that a checkpoint never knows more than the metrics do.
+Everything that an iteration depends on is in the config, the checkpoint and the iteration's number, so a run that was
+killed goes on as one that never stopped, on as many ranks as there then are. The hazard is the order at an
+iteration's end: the metrics line first, then the checkpoint, so that a checkpoint never knows more than the metrics.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
-from stretto.build import assemble
-from stretto.choose import choose, make_chosen
+from stretto.build import assemble, build_device, build_scoring
+from stretto.choose import choose
 from stretto.config import Config
 from stretto.evaluation import Evaluator
 from stretto.learner import Learner
+from stretto.ranks import Ranks
 from stretto.record.checkpoint import Checkpoints
 from stretto.record.run_folder import RunFolder
 from stretto.record.signals import Signals
-from stretto.run_record import RunRecord, identity_of
+from stretto.reduction import make_reduction
+from stretto.rewards.behind import Scorer
+from stretto.run_record import RunRecord
 
 __all__ = ["train"]
 
 
 def train(config: Config) -> None:
-    """Run a recipe to its end, or to a signal. Raises ValueError for what the user can mend."""
-    with RunFolder.open(Path(config.run.folder), config.run.resume) as folder, Signals() as signals:
-        run = assemble(config)
-        evaluator = Evaluator(config, run)
-        identity = identity_of(config, run.policy)
-        checkpoints = Checkpoints(folder.checkpoints, identity, keep=config.checkpoint.keep)
-        checkpoint = checkpoints.newest_whole()
-        kept = checkpoint.plain["history"].get("choice") if checkpoint else None
-        choice = choose(config, run.policy, run.rule, run.feed.first_wave, kept)
-        schedule = make_chosen(choice, config, run.policy, run.rule, run.feed.first_wave()[0])
-        learner = Learner(config, run, schedule)
-        with checkpoints, RunRecord(config, folder, learner, evaluator, checkpoints) as record:
-            record.take_up(checkpoint, choice)
-            loop(config, learner, record, signals)
-            checkpoints.wait()
-            signals.reraise()
-            record.finish()
+    """Run a recipe to its end, or to a signal. Raises ValueError for what the user can mend, on every rank."""
+    with ExitStack() as stack:
+        ranks = stack.enter_context(Ranks.open(config.parallel, build_device(config).type))
+        folder = stack.enter_context(open_folder(config, ranks))
+        signals = stack.enter_context(Signals())
+        run = assemble(config, ranks)
+        checkpoints = stack.enter_context(open_checkpoints(config, ranks, run.identity))
+        loaded = checkpoints.newest_whole()
+        kept = loaded.plain["history"].get("choice") if loaded else None
+        choice = choose(config, run, ranks.world_size, kept)
+        reduction = make_reduction(config, run.policy, ranks, choice)
+        stack.callback(reduction.close)
+        scorer = stack.enter_context(Scorer(run.rewards, behind=config.scoring.behind, scoring=build_scoring(config)))
+        schedule = reduction.make_schedule(choice, config, run.rule)
+        schedule.prepare(run.feed.first_wave()[0])
+        learner = Learner(config, run, ranks, reduction, schedule, scorer)
+        record = stack.enter_context(
+            RunRecord(config, folder, learner, Evaluator(config, run, ranks, reduction), checkpoints)
+        )
+        record.take_up(loaded, choice)
+        loop(config, learner, record, signals)
+        checkpoints.wait()
+        signals.reraise()
+        record.finish()
+
+
+@contextmanager
+def open_folder(config: Config, ranks: Ranks) -> Iterator[RunFolder | None]:
+    """Rank 0 holds the run folder; every rank learns why it cannot. A restart by torchrun goes on with the run."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    held: list[RunFolder] = []
+    resume = "auto" if restarted else config.run.resume
+    ranks.on_first(lambda: held.append(RunFolder.open(Path(config.run.folder), resume)))
+    with held[0] if held else nullcontext() as folder:
+        yield folder
+
+
+def open_checkpoints(config: Config, ranks: Ranks, identity: dict[str, Any]) -> Checkpoints:
+    """The checkpoints in the run folder, for all ranks together."""
+    return Checkpoints(
+        Path(config.run.folder) / "checkpoints",
+        identity,
+        keep=config.checkpoint.keep,
+        asynchronous=config.checkpoint.asynchronous,
+        group=ranks.new_control_group(),
+    )
 
 
 def loop(config: Config, learner: Learner, record: RunRecord, signals: Signals) -> None:
-    """From where the record stands to the last iteration, to a signal, or until patience ends."""
+    """From where the record stands to the last iteration, to a signal to any rank, or until patience ends."""
     record.evaluate_at_start()
     while record.finished < config.run.iterations and not record.patience_ended:
         metrics = learner.learn(record.finished)
-        must_stop = signals.caught is not None
+        must_stop = learner.ranks.any(signals.caught is not None)
         record.write(metrics, must_stop=must_stop)
         if must_stop:
             return

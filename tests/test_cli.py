@@ -123,10 +123,10 @@ def test_torchrun_runs_the_module():
     assert json.loads(ended.stdout)["packages"]["torch"]
 
 
-def test_several_ranks_are_refused(recipe, monkeypatch, capsys):
+def test_sizes_that_are_not_the_ranks_are_refused(recipe, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["train", recipe]) == 2
-    assert capsys.readouterr().err.startswith("stretto: error: WORLD_SIZE = 2: training runs on one process")
+    assert main(["train", recipe, "--parallel.shard", "3"]) == 2
+    assert "shard 3 x ulysses 1 x tensor 1 are 3 ranks, and there are 2; start 3" in capsys.readouterr().err
 
 
 def test_overrides_and_resume_reach_the_loop(recipe, trained):

@@ -1,7 +1,8 @@
 """A moving average of the trained weights, used for evaluation and saved beside them.
 
 The hazard is a swap that does not come back whole: `swapped` exchanges storages and copies nothing, so the
-live weights return bit for bit, whatever happens inside.
+live weights return bit for bit, whatever happens inside. Only sharded ones are copied: FSDP2 gathers from the storage
+that it knows.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 __all__ = ["Ema"]
 
@@ -32,20 +34,21 @@ class Ema:
         """Move the average towards the live weights, in place."""
         self.num_updates += 1
         decay = min((1 + self.num_updates) / (10 + self.num_updates), self.decay)
-        live = [parameter.data for parameter in self.parameters.values()]
-        torch._foreach_lerp_(list(self.average.values()), live, 1 - decay)
+        live = [_local(parameter.detach()) for parameter in self.parameters.values()]
+        torch._foreach_lerp_([_local(average) for average in self.average.values()], live, 1 - decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """The live modules hold the average inside the context, and their own weights again after it."""
         live = {name: parameter.data for name, parameter in self.parameters.items()}
+        copies = {name: _local(data).clone() for name, data in live.items() if isinstance(data, DTensor)}
         try:
             for name, parameter in self.parameters.items():
-                parameter.data = self.average[name]
+                _put(parameter, self.average[name])
             yield
         finally:
             for name, parameter in self.parameters.items():
-                parameter.data = live[name]
+                _put(parameter, copies.get(name, live[name]))
 
     def state_dict(self) -> dict[str, Any]:
         """{"num_updates": int, "average": {name: tensor}}; the tensors are not copies."""
@@ -62,3 +65,15 @@ class Ema:
         for name, tensor in self.average.items():
             tensor.copy_(average[name])
         self.num_updates = int(state["num_updates"])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _put(parameter: nn.Parameter, value: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(_local(value))
+    else:
+        parameter.data = value

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from stretto.models.base import Adapter
 from stretto.models.whole_folder import whole_folder
+from stretto.models.whole_tensor import whole_tensor
 
 __all__ = ["attach_lora", "lora_off", "save_lora"]
 
@@ -56,12 +57,14 @@ def attach_lora(
         _start_from(transformer, start_from, scale=alpha / rank)
 
 
-def save_lora(adapter: Adapter, folder: str | Path) -> None:
-    """Write the LoRA, with its alpha, where a stock pipeline's `load_lora_weights(folder)` finds it; whole or not."""
-    tensors = {
-        PREFIX + name: parameter.detach().cpu().contiguous()
-        for name, parameter in _lora_parameters(adapter.transformer).items()
-    }
+def save_lora(adapter: Adapter, folder: str | Path, *, writes: bool = True) -> None:
+    """Write the LoRA, with its alpha, where a stock pipeline's `load_lora_weights(folder)` finds it; whole or not.
+
+    Where it is sharded all ranks call this together, and the one that `writes` writes it whole.
+    """
+    tensors = {PREFIX + name: whole_tensor(p) for name, p in _lora_parameters(adapter.transformer).items()}
+    if not writes:
+        return
     configs: Any = adapter.transformer.peft_config
     config = configs["default"].to_dict().items()
     listed = {PREFIX + key: sorted(value) if isinstance(value, set) else value for key, value in config}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from stretto.overlap.exchange import Trade, own_last
 from stretto.overlap.faults import Header
@@ -19,13 +20,22 @@ from stretto.overlap.loops import gather, sum_dtype
 from stretto.overlap.p2p import Peers
 from stretto.overlap.routes import Slices, slice_sizes
 
-__all__ = ["Bucket", "in_buckets", "in_order_of_use", "local", "spread", "sum_in_order", "trade_pieces"]
+__all__ = ["Bucket", "in_buckets", "in_order_of_use", "like", "local", "spread", "sum_in_order", "trade_pieces"]
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def like(parameter: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of something that goes with a parameter, as a DTensor where the parameter is one."""
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 @dataclass
@@ -148,12 +158,12 @@ def sum_in_order(pieces: Tensor, rank: int) -> Tensor:
     return total
 
 
-def spread(peers: Peers, bucket: Bucket, shard: Tensor, *, check: bool) -> Tensor:
-    """Every owner's shard, sent in the bucket's dtype, in one flat vector (slices.total,) on every rank."""
-    own = shard.to(bucket.dtype)
+def spread(peers: Peers, bucket: Bucket, shard: Tensor, *, check: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """Every owner's shard, sent in `dtype` (the bucket's), in one flat vector (slices.total,) on every rank."""
+    own = shard.to(dtype or bucket.dtype)
     flat = own.new_empty(bucket.slices.total)
     with peers.call("parameter gather", background=True) as call:
-        header = Header(call.operation, call.number, "gather", 0, (), bucket.dtype, 1, "direct", ())
+        header = Header(call.operation, call.number, "gather", 0, (), own.dtype, 1, "direct", ())
         for _ in gather(call, header, own, bucket.slices, check=check, into=flat):
             pass
     return flat

@@ -22,7 +22,7 @@ from stretto.overlap.buckets import Bucket, in_buckets, spread, sum_in_order, tr
 from stretto.overlap.late_sums import LateBound, LateSums, as_rows
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import peers_of
-from stretto.overlap.published import Published
+from stretto.overlap.published import Published, shards_of, whole_of
 from stretto.overlap.sliced import SlicedWeight, sliced_layers
 from stretto.overlap.streams import Made, Worker, made
 
@@ -94,7 +94,8 @@ class GradientReducer(LateBound):
             launch = partial(self._launch, number)
             self._sliced[number] = SlicedWeight(layer, self._peers, launch, lambda: self._accumulating)
             self._buckets.append(self._sliced[number].bucket)
-        self.owned = [self._owned_shard(bucket) for bucket in self._buckets] if sharded else []
+        self._parameters = parameters
+        self.owned = [nn.Parameter(shard) for shard in self._wide_shards()] if sharded else []
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
             for bucket in self._buckets[: len(self._buckets) - len(layers)]  # a sliced weight leaves by itself
@@ -102,7 +103,6 @@ class GradientReducer(LateBound):
         ]
         self._published = Published(module, self._buckets, units, self._awaited)
         self._thread = Worker("stretto gradients")
-        self._parameters = parameters
         self.exposed_s, self.num_sent = 0.0, 0
         self._traded: dict[int, Future[Made]] = {}
         self._accumulating = False
@@ -112,7 +112,7 @@ class GradientReducer(LateBound):
 
     @property
     def world_size(self) -> int:
-        """Of the group: as many weights has a backward."""
+        """Of the group."""
         return self._peers.world_size
 
     @contextmanager
@@ -203,6 +203,19 @@ class GradientReducer(LateBound):
         if wait:
             self._published.receive()
 
+    def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """What goes with `owned` (moments, averages), whole: one tensor a parameter in the module's order.
+
+        Each shard is sent in its own dtype; parameters that are DTensors give DTensors.
+        """
+        submit, peers, pairs = self._thread.submit, self._peers, zip(self._buckets, shards)
+        coming = [submit(b.device, spread, peers, b, made(s), check=self._check, dtype=s.dtype) for b, s in pairs]
+        return whole_of(self._buckets, self._parameters, [self._awaited(future) for future in coming])
+
+    def shards(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The way back from `gather`: a flat own shard a bucket; sends nothing."""
+        return shards_of(self._buckets, self._parameters, values, self._peers.rank)
+
     def close(self) -> None:
         """Give the module back as it was, whatever became of the group; again it does nothing."""
         try:
@@ -223,9 +236,9 @@ class GradientReducer(LateBound):
         self._peers.records.of("gradient reduction", "", (), "direct", 1).exposed_s += span.seconds
         return result
 
-    def _owned_shard(self, bucket: Bucket) -> nn.Parameter:
-        mine = bucket.flat_parameters()[bucket.slices.rows(self._peers.rank)]
-        return nn.Parameter(mine.to(sum_dtype(bucket.dtype), copy=True))
+    def _wide_shards(self) -> list[Tensor]:
+        shards = self.shards([p.detach() for p in self._parameters])
+        return [shard.to(sum_dtype(shard.dtype)) for shard in shards]
 
     def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         if self._accumulating:

@@ -42,16 +42,16 @@ class LateSums:
         self._waiting[index].append(pieces)
 
     def settle(self, weights: Tensor) -> None:
-        """Add the weighted pieces of all backwards that wait; weights (num_backwards, num_columns)."""
-        waiting = {len(pieces) for pieces in self._waiting}
-        if waiting != {len(weights)}:
+        """Add the weighted pieces of the oldest backwards that wait; weights (num_backwards, num_columns)."""
+        waiting = min(len(pieces) for pieces in self._waiting)
+        if waiting < len(weights):
             raise ValueError(f"weights for {len(weights)} backwards, but the pieces of {waiting} are waiting")
         for index, pieces in enumerate(self._waiting):
             for row, future in zip(weights, pieces):
                 piece = self._awaited(future)
                 kept = piece.to(sum_dtype(piece.dtype))
                 self._settle(index, row.to(kept) @ kept)
-            pieces.clear()
+            del pieces[: len(weights)]
 
     def fold(self, weights: Tensor) -> None:
         """Add the pieces of the oldest backward that waits to its running sums; weights (num_sums, num_columns)."""
@@ -102,8 +102,8 @@ class LateBound(ABC):
         """Give the pieces their weights and add them to the own shards' gradients; nothing is sent.
 
         Args:
-            weight: (world_size,) for one backward, or (num_backwards, world_size) for all that wait, oldest
-                first: what each rank's piece is worth. The same on every rank.
+            weight: (world_size,) for one backward, or (num_backwards, world_size) for the oldest that wait: what
+                each rank's piece is worth. The same on every rank.
 
         Waits for pieces that are still on their way. Each own shard is one float32 (float64 for float64)
         matrix-vector product over pieces.

@@ -10,14 +10,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from stretto.overlap.buckets import Bucket, in_order_of_use, local, spread
+from stretto.overlap.buckets import Bucket, in_order_of_use, like, local, spread
 from stretto.overlap.p2p import Peers
 from stretto.overlap.streams import Made, Worker, made
 
-__all__ = ["Published"]
+__all__ = ["Published", "shards_of", "whole_of"]
 
 
 class Published:
@@ -71,3 +72,20 @@ class Published:
             bucket, flat = self._buckets[index], self._awaited(self._arriving.pop(index))
             for parameter, part in zip(bucket.parameters, bucket.parts(flat)):
                 local(parameter).data.copy_(part)
+
+
+def whole_of(buckets: Sequence[Bucket], parameters: Sequence[Tensor], flat: Sequence[Tensor]) -> list[Tensor]:
+    """Flat vectors, one a bucket, as one tensor a parameter, in the order of `parameters`."""
+    whole: dict[int, Tensor] = {}
+    for bucket, vector in zip(buckets, flat):
+        whole |= {id(p): like(p, part) for p, part in zip(bucket.parameters, bucket.parts(vector))}
+    return [whole[id(p)] for p in parameters]
+
+
+def shards_of(
+    buckets: Sequence[Bucket], parameters: Sequence[Tensor], values: Sequence[Tensor], rank: int
+) -> list[Tensor]:
+    """Of one tensor a parameter, the elements that `rank` owns: a new flat vector a bucket."""
+    by_id = {id(p): local(value) for p, value in zip(parameters, values)}
+    flat = [torch.cat([by_id[id(p)].flatten() for p in bucket.parameters]) for bucket in buckets]
+    return [vector[bucket.slices.rows(rank)].clone() for vector, bucket in zip(flat, buckets)]

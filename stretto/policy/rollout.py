@@ -18,7 +18,17 @@ from stretto.policy.noise import Noise, SampleKey
 from stretto.policy.sde import Process
 from stretto.policy.work import Stopwatch, WorkCounter
 
-__all__ = ["Batch", "Condition", "NonFiniteError", "Policy", "Score", "Trajectory", "Velocity", "roll"]
+__all__ = [
+    "Batch",
+    "Condition",
+    "NonFiniteError",
+    "Policy",
+    "Score",
+    "Scored",
+    "Trajectory",
+    "Velocity",
+    "roll",
+]
 
 Condition = dict[str, Tensor]
 """What the model is conditioned on; every tensor is (B, ...), row i for sample i."""
@@ -64,20 +74,32 @@ class Trajectory:
     """What a rollout leaves behind.
 
     latents: (B, *latent_shape) float32 at sigma 0. steps: one record for each trained step, ascending.
-    rewards: (B, K) float64, raw. policy_version: of the weights that made it. kept: the schedule's own.
-    collection: which of the schedule's collections (from one update to the next) it belongs to.
+    scored: the rewards, or what gives them when they are asked for. policy_version: of the weights that made it.
+    kept: the schedule's own. collection: names the rollouts between two resets of the schedule.
     """
 
     batch: Batch
     latents: Tensor
     steps: list[TrainedStep]
-    rewards: Tensor
+    scored: "Tensor | Scored"
     policy_version: int
     kept: Any = None
     collection: int = 0
 
+    @property
+    def rewards(self) -> Tensor:
+        """(B, K) float64, raw; waited for where they are still computed."""
+        return self.scored if isinstance(self.scored, Tensor) else self.scored.result()
 
-Score = Callable[[Batch, Tensor], Tensor]
+
+class Scored(Protocol):
+    """Rewards that are on their way."""
+
+    def result(self) -> Tensor:
+        """(B, K) float64, waited for."""
+
+
+Score = Callable[[Batch, Tensor], Tensor | Scored]
 """(batch, latents at sigma 0) -> rewards (B, K) float64: decode and judge, owned by the caller."""
 
 
@@ -90,7 +112,8 @@ class Policy:
     reference: the reference policy's velocity, without gradient; needed with KL.
     autocast: compute dtype, or None. rows_per_sample: 2 under classifier-free guidance.
     in_lockstep: every forward and backward is run, also one whose gradient is known to be zero: where ranks shard the
-    weights, each takes part in all of them.
+    weights, each takes part in all of them. around_backward: a context for each backward of a step whose advantage
+    is known: where gradients are summed over ranks at every step.
     """
 
     velocity: Velocity
@@ -103,6 +126,7 @@ class Policy:
     autocast: torch.dtype | None = None
     rows_per_sample: int = 1
     in_lockstep: bool = False
+    around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
     counter: WorkCounter = field(init=False)
     _num_moves: int = field(init=False, default=0)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)

@@ -212,7 +212,7 @@ def test_the_reference_is_the_base_model_without_gradient(load, inputs, name):
     attach_trained(adapter)
     trained = adapter.velocity(*inputs(adapter))
     latents, sigma, condition = inputs(adapter)
-    velocity = reference(adapter, "lora")(latents.requires_grad_(), sigma, condition)
+    velocity = reference(adapter)(latents.requires_grad_(), sigma, condition)
     assert torch.equal(velocity, base)
     assert not velocity.requires_grad
     assert torch.equal(adapter.velocity(*inputs(adapter)), trained)
@@ -223,7 +223,7 @@ def test_a_graph_made_before_the_reference_still_gives_its_gradient(load, inputs
     adapter = load("flux")
     parameters = attach_trained(adapter)
     gradients = []
-    for between in (lambda: None, lambda: reference(adapter, "lora")(*inputs(adapter))):
+    for between in (lambda: None, lambda: reference(adapter)(*inputs(adapter))):
         velocity = adapter.velocity(*inputs(adapter))
         between()
         velocity.square().mean().backward()

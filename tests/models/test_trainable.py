@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stretto.models.trainable import make_full, reference, save_full, trainable_parameters
+from stretto.models.trainable import frozen_copy, make_full, reference, save_full, trainable_parameters
 from stretto.models.whole_folder import whole_folder
 
 both = pytest.mark.parametrize("name", ["flux", "wan"])
@@ -41,7 +41,7 @@ def test_the_reference_stays_where_it_was_while_the_policy_moves(load, inputs, n
     adapter = load(name, guidance=3.0)
     make_full(adapter.transformer)
     expected = adapter.velocity(*inputs(adapter)).detach()
-    held = reference(adapter, "full")
+    held = reference(adapter, frozen_copy(adapter))
     with torch.no_grad():
         for parameter in adapter.transformer.parameters():
             parameter.mul_(1.1)

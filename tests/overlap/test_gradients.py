@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stretto.overlap import GradientReducer
-from tests.overlap import gradient_cases
+from tests.overlap import gradient_cases, published_cases
 from tests.overlap.examples import few
 from tests.ranks import Ranks
 
@@ -79,6 +79,12 @@ def test_a_state_dict_waits_for_published_parameters(ranks: Ranks) -> None:
 
 def test_parameters_are_new_when_they_are_published_not_when_they_arrive(ranks: Ranks) -> None:
     ranks.run(2, gradient_cases.stale_once_published)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_what_the_owners_hold_is_whole_again_bit_for_bit(ranks: Ranks, num_ranks: int) -> None:
+    for bucket_bytes in (1, 200, 1 << 20):
+        ranks.run(num_ranks, published_cases.whole_and_back, bucket_bytes)
 
 
 def test_a_sliced_layer_works_in_autocast(ranks: Ranks) -> None:

@@ -18,7 +18,6 @@ from stretto.policy import (
     make_sigmas,
     ode,
 )
-from stretto.policy.layout import parts, waves
 from stretto.policy.noise import generator
 from tests.policy.toy import make_batches, make_policy, run
 
@@ -286,29 +285,6 @@ def test_best_of_n_keeps_the_top_and_the_bottom_and_gives_the_rest_exactly_zero(
     full = AdvantageRule()(rewards).values[0]
     kept = AdvantageRule(best=1, worst=2)(rewards).values[0]
     assert kept.tolist() == [0, full[1], full[2], full[3], 0]
-
-
-@fast
-@given(st.integers(1, 6), st.integers(2, 7), st.integers(1, 20), st.booleans(), st.integers(1, 3))
-def test_waves_hold_every_sample_once_and_complete_their_groups(prompts, samples, rows, together, kinds):
-    trained = {p: (p % kinds,) for p in range(prompts)}
-    result = waves(trained, samples, rows, together=together)
-    places = [place for wave in result for batch in wave for place in batch]
-    assert sorted(places) == [(p, m) for p in range(prompts) for m in range(samples)]
-    assert all(1 <= len(batch) <= rows for wave in result for batch in wave)
-    assert all(len({trained[place.prompt] for place in batch}) == 1 for wave in result for batch in wave)
-    for wave in result:
-        groups = {place.prompt for batch in wave for place in batch}
-        assert sum(len(batch) for batch in wave) == len(groups) * samples
-    assert not together or len(result) == 1
-
-
-@fast
-@given(st.integers(1, 30), st.integers(1, 8))
-def test_parts_are_disjoint_and_balanced(num_prompts, num_parts):
-    result = parts(num_prompts, min(num_parts, num_prompts))
-    assert [p for part in result for p in part] == list(range(num_prompts))
-    assert max(map(len, result)) - min(map(len, result)) <= 1
 
 
 def test_a_sample_that_is_not_finite_is_named_with_step_and_dtype():

@@ -57,13 +57,52 @@ def test_after_an_error_the_next_update_is_as_if_nothing_had_happened(name, rows
 
 
 @pytest.mark.parametrize("name", LEAN)
-def test_an_update_takes_every_sample_once(name):
-    schedule = make_schedule(name, make_policy(), rule=AdvantageRule(), num_samples=2)
-    a, b = make_batches(1, 4, 2, (0, 1))
+def test_a_sample_is_in_flight_once_and_never_across_a_move_of_the_weights(name):
+    policy = make_policy()
+    schedule = make_schedule(name, policy, rule=AdvantageRule(), num_samples=2)
+    a, b = make_batches(2, 2, 2, (0, 1))
     first = schedule.rollout(a, lambda b, _: torch.arange(2.0).view(2, 1))
     schedule.rollout(b, lambda b, _: torch.arange(2.0).view(2, 1))
-    with pytest.raises(StalePolicyError, match="4 samples were rolled out since the last update, 2 are given"):
-        schedule.update([first], [torch.ones(2)], 1.0)
+    with pytest.raises(ValueError, match="was rolled out already"):
+        schedule.rollout(b, lambda b, _: torch.arange(2.0).view(2, 1))
+    first = schedule.rollout(a, lambda b, _: torch.arange(2.0).view(2, 1))
+    schedule.rollout(b, lambda b, _: torch.arange(2.0).view(2, 1))
+    schedule.update([first], [torch.ones(2)], 1.0)
+    policy.moved()
+    with pytest.raises(StalePolicyError, match="2 samples that were rolled out before the weights moved"):
+        schedule.rollout(a, lambda b, _: torch.arange(2.0).view(2, 1))
+
+
+@pytest.mark.parametrize("name", ["retain", *LEAN])
+@pytest.mark.parametrize("kl_beta", [0.0, 0.1])
+def test_one_wave_is_updated_while_the_next_is_in_flight(name, kl_beta):
+    def gradients(in_flight):
+        policy = make_policy(kl_beta=kl_beta)
+        schedule = make_schedule(name, policy, rule=AdvantageRule(), num_samples=3)
+        batches = make_batches(2, 3, 3, (0, 1))
+        rewards = torch.arange(3.0, dtype=torch.float64).view(3, 1).square()
+        values = AdvantageRule()(rewards.unsqueeze(0)).values[0]
+        stats = schedule.stats()
+        if in_flight:
+            first, second = (schedule.rollout(batch, lambda b, _: rewards) for batch in batches)
+            stats.merge(schedule.update([first], [values], 1 / 12))
+            stats.merge(schedule.update([second], [values], 1 / 12))
+        else:
+            for batch in batches:
+                stats.merge(schedule.update([schedule.rollout(batch, lambda b, _: rewards)], [values], 1 / 12))
+        return {k: p.grad for k, p in policy.parameters.items()}, stats.summary()
+
+    (ours, counted), (expected, expected_counts) = gradients(True), gradients(False)
+    assert distance(ours, expected) < 1e-6
+    shares, expected_shares = counted.pop("gradient_share"), expected_counts.pop("gradient_share")
+    assert shares == pytest.approx(expected_shares)
+    assert counted == pytest.approx(expected_counts)
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_a_prompt_group_is_in_flight_once(name):
+    schedule = make_schedule(name, make_policy(), rule=AdvantageRule(), num_samples=2)
+    (a,) = make_batches(1, 2, 2, (0, 1))
     schedule.rollout(a, lambda b, _: torch.arange(2.0).view(2, 1))
     with pytest.raises(ValueError, match="was rolled out already"):
         schedule.rollout(a, lambda b, _: torch.arange(2.0).view(2, 1))

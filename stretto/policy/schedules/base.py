@@ -85,7 +85,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def rollout(self, batch: Batch, score: Score) -> Trajectory:
-        """Roll B samples out and score them.
+        """Roll B samples out and score them; wherever the weights arrive late, the version is that at its end.
 
         `score(batch, latents)` gives (B, K) raw rewards of the latents at sigma 0. The result holds what `update`
         needs. `.grad` is left as it was.
@@ -95,8 +95,8 @@ class Schedule(ABC):
     def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """Add scale * sum over rows and trained steps of (policy loss + kl_beta * KL)'s gradient to `.grad`.
 
-        `advantages[i]`: (B,) float64 for the rows of `trajectories[i]`. Takes every trajectory rolled out since the
-        last update, once; raises `StalePolicyError` where the weights have moved meanwhile.
+        `advantages[i]`: (B,) float64 for the rows of `trajectories[i]`. Takes whole prompt groups, each trajectory
+        once; others may be in flight meanwhile. Raises `StalePolicyError` where the weights have moved since.
         """
 
     def stats(self) -> UpdateStats:
@@ -133,5 +133,5 @@ def make_gradient(
         total = total + policy.objective.kl_beta * loss.kl.sum()
     stats.add_loss(loss)
     velocity.register_hook(lambda gradient: stats.add_cotangent(step, gradient.flatten(1).norm(dim=1)))
-    with policy.stopwatch.phase("backward"):
+    with policy.stopwatch.phase("backward"), policy.around_backward():
         (scale * total).backward()

@@ -56,10 +56,11 @@ class Hybrid(Reweight):
 
     def _rollout(self, batch: Batch, score: Score) -> Trajectory:
         trajectory = super()._rollout(batch, score)
-        trajectory.kept[0].graphs, self._graphs = self._graphs, []
-        self._in_flight += len(trajectory.kept[0].graphs) * self._bytes_per_graph.get(len(batch.samples), 0)
-        self.held_bytes = max(self.held_bytes, self._in_flight)
-        return trajectory
+        part = trajectory.kept[0]
+        part.graphs, self._graphs = self._graphs, []
+        part.graph_bytes = len(part.graphs) * self._bytes_per_graph.get(len(batch.samples), 0)
+        self._in_flight += part.graph_bytes
+        return self._flown(trajectory)
 
     @contextmanager
     def _keeping(self, num_rows: int) -> Iterator[None]:

@@ -142,11 +142,11 @@ class Late(Reweight):
         """See `Schedule.update`; `.grad` follows with `reducer.deliver()`.
 
         trajectories, advantages: this rank's own, for what is logged of them. rounds: (num_rounds, world_size)
-        float64, what every rank's sample of each round since the last update is worth (its advantage; 0 where it
-        was idle), the same on every rank. One rank may leave them out.
+        float64, what every rank's sample of each of the oldest rounds is worth (its advantage; 0 where it was
+        idle), the same on every rank. One rank may leave them out.
         """
         with self.resetting(), self.policy.stopwatch.phase("update"):
-            self._require_all(trajectories)
+            self._require_current(trajectories)
             if rounds is None:
                 rounds = torch.cat([values.double() for values in advantages]).unsqueeze(1)
             self._require_rounds(rounds)
@@ -154,9 +154,10 @@ class Late(Reweight):
                 trajectory.kept = None
                 self._charge(trajectory, values, scale)
             self._settle_rounds(rounds, scale)
-            stats = self._stats
-            self._start_again()
-            return stats
+            self._num_rounds -= len(rounds)
+            self._in_flight -= 0 if self._folded else len(rounds) * self._gradient_bytes
+            self._folded, self._offset = [], None
+            return self._land(trajectories)
 
     def reset(self) -> None:
         """See `Schedule.reset`; every rank must come here."""
@@ -173,7 +174,7 @@ class Late(Reweight):
         version = self.policy.version
         latents, steps = roll(self.policy, batch, self)
         self._end_round()
-        return Trajectory(batch, latents, steps, score(batch, latents), version, kept=[], collection=self._collection)
+        return self._flown(Trajectory(batch, latents, steps, score(batch, latents), version, [], self._collection))
 
     def _end_round(self) -> None:
         self._num_rounds += 1
@@ -183,7 +184,7 @@ class Late(Reweight):
     def _settle_rounds(self, rounds: Tensor, scale: float) -> None:
         """Weights for all that waits: the rounds, unless they were folded, and the KL's own."""
         waiting = rounds[:0] if self._folded else scale * rounds
-        if self.policy.objective.kl_beta:
+        if self.policy.objective.kl_beta and len(rounds) == self._num_rounds:  # of all that was rolled out so far
             self.reducer.finish(aside=True)
             kl = torch.full_like(rounds[:1], self.policy.objective.kl_beta * scale)
             waiting = torch.cat([waiting, kl])
@@ -204,10 +205,10 @@ class Late(Reweight):
         return torch.cat([-(slope * (result.mean[0] - self._offset)).sum().unsqueeze(0), slope])
 
     def _require_rounds(self, rounds: Tensor) -> None:
-        if len(rounds) != self._num_rounds:
+        if len(rounds) > self._num_rounds:
             raise ValueError(f"weights of {len(rounds)} rounds, but {self._num_rounds} were rolled out or idle")
-        if self._folded and len(self._folded) != self._num_rounds:
-            raise ValueError(f"{len(self._folded)} of {self._num_rounds} rounds were folded; fold all, or none")
+        if self._folded and len(self._folded) != len(rounds):
+            raise ValueError(f"{len(self._folded)} of {len(rounds)} rounds were folded; fold all, or none")
 
     def _say_one_by_one(self) -> None:
         if not self._has_warned:

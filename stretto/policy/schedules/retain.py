@@ -64,6 +64,7 @@ class Retain(Schedule):
                 self.require_current(trajectory)
             for trajectory, values in zip(trajectories, advantages):
                 graphs, trajectory.kept = trajectory.kept, None
+                self._held -= self._bytes_per_rollout[_shape(trajectory.batch)]
                 if not self.policy.has_gradient(values):
                     stats.skipped_backwards += len(values) * len(graphs)
                     graphs.clear()
@@ -71,12 +72,11 @@ class Retain(Schedule):
                 for step in trajectory.steps:
                     velocity = graphs.pop(0)
                     make_gradient(self.policy, step, velocity, values.to(velocity), scale, stats)
-        self._held = 0
         return stats
 
     def _roll(self, batch: Batch) -> tuple[Tensor, list[TrainedStep]]:
         """Roll, and weigh the graphs by saved-tensor hooks the first time that a batch of this shape is seen."""
-        shape = (len(batch.samples), len(batch.trained_steps))
+        shape = _shape(batch)
         if shape in self._bytes_per_rollout:
             result = roll(self.policy, batch, self)
         else:
@@ -86,3 +86,8 @@ class Retain(Schedule):
             self._bytes_per_rollout[shape] = kept.total
         self._held += self._bytes_per_rollout[shape]
         return result
+
+
+def _shape(batch: Batch) -> tuple[int, int]:
+    """What a rollout's bytes depend on."""
+    return len(batch.samples), len(batch.trained_steps)

@@ -32,17 +32,18 @@ class Provisional:
 
     gradients: (b, *parameter.shape) for each parameter, or None where none arrived.
     rows: the rows of the trajectory that they belong to.
-    graphs: velocities of the last trained steps with their graphs (hybrid).
+    graphs: velocities of the last trained steps with their graphs, graph_bytes what those keep (hybrid).
     """
 
     gradients: list[Tensor | None]
     rows: slice
     graphs: list[Tensor] = field(default_factory=list)
+    graph_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """Size of the gradients."""
-        return sum(g.numel() * g.element_size() for g in self.gradients if g is not None)
+        """Size of what is held."""
+        return sum(g.numel() * g.element_size() for g in self.gradients if g is not None) + self.graph_bytes
 
 
 class Reweight(Schedule):
@@ -60,6 +61,7 @@ class Reweight(Schedule):
         self._kl = HeldGradients(self.parameters)
         self._stats = self.stats()
         self._keys: set[SampleKey] = set()
+        self._version = 0
         self._in_flight = 0
         self._has_warned = False
 
@@ -105,13 +107,14 @@ class Reweight(Schedule):
     def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """See `Schedule.update`; one weighted sum of the held gradients."""
         with self.resetting(), self.policy.stopwatch.phase("update"):
-            self._require_all(trajectories)
+            self._require_current(trajectories)
             for trajectory, values in zip(trajectories, advantages):
                 kept, trajectory.kept = trajectory.kept, None
                 for part in kept:
+                    self._in_flight -= part.num_bytes
                     self._credit(trajectory, part, values[part.rows], scale)
                 self._charge(trajectory, values, scale)
-            return self._settle(scale)
+            return self._settle(trajectories, scale)
 
     def reset(self) -> None:
         """See `Schedule.reset`."""
@@ -130,17 +133,27 @@ class Reweight(Schedule):
         gradients = as_row(self._single.take()) if is_single else self.per_sample.take(self.parameters)
         provisional = Provisional(gradients, slice(0, len(batch.samples)))
         self._in_flight += provisional.num_bytes
-        self.held_bytes = max(self.held_bytes, self._in_flight)
-        return Trajectory(
-            batch, latents, steps, score(batch, latents), version, kept=[provisional], collection=self._collection
+        return self._flown(
+            Trajectory(batch, latents, steps, score(batch, latents), version, [provisional], self._collection)
         )
 
     def _take_keys(self, batch: Batch) -> None:
-        """Note which samples are in flight; each at most once."""
+        """Note which samples are in flight: each at most once, and all of one policy version."""
+        if self._keys and self._version != self.policy.version:
+            raise StalePolicyError(
+                f"{self.name}: {len(self._keys)} samples that were rolled out before the weights moved were never "
+                "updated; give all to update before the optimizer steps, or reset"
+            )
         for key in batch.samples:
             if key in self._keys:
                 raise ValueError(f"{self.name}: {key} was rolled out already; update or reset before it is again")
         self._keys.update(batch.samples)
+
+    def _flown(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory, noted as the newest in flight."""
+        self._version = trajectory.policy_version
+        self.held_bytes = max(self.held_bytes, self._in_flight)
+        return trajectory
 
     def _backpropagate(self, loss: Tensor, num_rows: int, *, retain_graph: bool = False) -> None:
         """A backward into the gradients of one sample, or of each sample of a batch; `.grad` is left alone."""
@@ -185,16 +198,10 @@ class Reweight(Schedule):
         is_single = len(batch.samples) == 1
         return as_row(self._single.take()) if is_single else self.per_sample.take(self.parameters)
 
-    def _require_all(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raise, before `.grad` is touched, unless these are all the current trajectories since the last update."""
+    def _require_current(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raise, before `.grad` is touched, unless all of these can be used."""
         for trajectory in trajectories:
             self.require_current(trajectory)
-        given = sum(len(trajectory.batch.samples) for trajectory in trajectories)
-        if given != len(self._keys):
-            raise StalePolicyError(
-                f"{self.name}: {len(self._keys)} samples were rolled out since the last update, {given} are given; "
-                "give all, or reset and roll out again"
-            )
 
     def _credit(self, trajectory: Trajectory, part: Provisional, values: Tensor, scale: float) -> None:
         """Give one forward's rows their advantages (b,)."""
@@ -209,11 +216,15 @@ class Reweight(Schedule):
         num_reweighted = sum(step.cotangent is not None for step in trajectory.steps)
         self._stats.wasted_backwards += int((values == 0).sum()) * num_reweighted
 
-    def _settle(self, scale: float) -> UpdateStats:
-        """Add the KL's gradient, unscaled by any advantage, and start again."""
+    def _settle(self, trajectories: Sequence[Trajectory], scale: float) -> UpdateStats:
+        """Add the KL's gradient, unscaled by any advantage; these trajectories are in flight no more."""
         add_weighted(self.parameters, as_row(self._kl.take()), scalar(self.policy.objective.kl_beta * scale))
-        stats = self._stats
-        self.reset()
+        return self._land(trajectories)
+
+    def _land(self, trajectories: Sequence[Trajectory]) -> UpdateStats:
+        for trajectory in trajectories:
+            self._keys.difference_update(trajectory.batch.samples)
+        stats, self._stats = self._stats, self.stats()
         return stats
 
     def _say_one_by_one(self) -> None:
@@ -253,8 +264,19 @@ def _joined(batch: Batch, parts: list[Trajectory]) -> Trajectory:
         for provisional in part.kept:
             provisional.rows = slice(i, i + 1)
     kept = [provisional for part in parts for provisional in part.kept]
-    latents, rewards = torch.cat([p.latents for p in parts]), torch.cat([p.rewards for p in parts])
-    return Trajectory(batch, latents, steps, rewards, parts[0].policy_version, kept, parts[0].collection)
+    latents = torch.cat([p.latents for p in parts])
+    return Trajectory(batch, latents, steps, _Joined(parts), parts[-1].policy_version, kept, parts[0].collection)
+
+
+@dataclass
+class _Joined:
+    """The rewards of several trajectories as one, when they are asked for."""
+
+    parts: list[Trajectory]
+
+    def result(self) -> Tensor:
+        """See `Scored`."""
+        return torch.cat([part.rewards for part in self.parts])
 
 
 def as_row(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -67,25 +67,32 @@ class TwoSum(Reweight):
     def update(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> UpdateStats:
         """See `Schedule.update`; every prompt group must be complete."""
         with self.resetting(), self.policy.stopwatch.phase("update"):
-            self._require_all(trajectories)
-            if self._groups:
-                raise ValueError(f"two_sum: prompt group {next(iter(self._groups))} is incomplete; roll it out whole")
+            self._require_current(trajectories)
+            for key in (key[:2] for trajectory in trajectories for key in trajectory.batch.samples):
+                if key in self._groups:
+                    raise ValueError(f"two_sum: prompt group {key} is incomplete; roll it out whole")
             for trajectory, values in zip(trajectories, advantages):
                 trajectory.kept = None
                 self._charge(trajectory, values, scale)
             affine, per_channel = self._affine(trajectories)
             for total, weight in zip(self._totals, per_channel.tolist()):
                 add_weighted(self.parameters, as_row(total), scalar(weight * scale))
+                total[:] = [None] * len(total)
             self._mend(trajectories, advantages, affine, scale)
-            return self._settle(scale)
+            self._in_flight = self._held()
+            return self._settle(trajectories, scale)
 
     def _rollout(self, batch: Batch, score: Score) -> Trajectory:
         trajectory = super()._rollout(batch, score)
         (provisional,), trajectory.kept = trajectory.kept, []
         with self.policy.stopwatch.phase("update"):
             self._fold(batch, provisional.gradients, self.rule.channels(trajectory.rewards))
-        self._in_flight = _num_bytes(self._totals, *(sums for g in self._groups.values() for sums in g.sums))
+        self._in_flight = self._held()
         return trajectory
+
+    def _held(self) -> int:
+        """Bytes of all sums in flight."""
+        return _num_bytes(self._totals, *(sums for g in self._groups.values() for sums in g.sums))
 
     def reset(self) -> None:
         """See `Schedule.reset`."""

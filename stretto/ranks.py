@@ -1,0 +1,158 @@
+"""The processes of a run: who makes which samples, who speaks, and how they agree.
+
+torchrun starts the ranks; one process without it is a run of one rank, and everything here then does nothing. The
+ranks form a mesh replicate x shard x ulysses x tensor: those that differ in the first two axes are data ranks and
+make different samples, the others share a sample. What is said here is small (rewards, metrics, a flag) and goes over
+a gloo group of its own, so that it never stands between the messages of the layers. The hazard is a rank that leaves
+the others waiting: what one rank alone does goes through `on_first`, which tells its error to all.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from stretto.config import Parallel
+
+__all__ = ["AXES", "Ranks"]
+
+AXES = ("replicate", "shard", "ulysses", "tensor")
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among those of the run; `Ranks.open` makes it.
+
+    rank, world_size: among all. data_rank, num_data_ranks: among those that make different samples. is_first: rank 0,
+    which alone writes to the run folder. speaks: the first of the ranks that share its samples, whose rewards count.
+    mesh: over `AXES`; None for one process.
+    """
+
+    def __init__(self, sizes: Sequence[int], rank: int = 0, mesh: DeviceMesh | None = None) -> None:
+        self.rank, self.mesh = rank, mesh
+        self.sizes = dict(zip(AXES, sizes))
+        self.world_size = math.prod(sizes)
+        sharing = self.sizes["ulysses"] * self.sizes["tensor"]
+        self.data_rank, model_rank = divmod(rank, sharing)
+        self.num_data_ranks = self.world_size // sharing
+        self.is_first, self.speaks = rank == 0, model_rank == 0
+        self._sharing = sharing
+        self._control: dist.ProcessGroup | None = None
+
+    @classmethod
+    @contextmanager
+    def open(cls, parallel: Parallel, device_type: str = "cpu") -> Iterator["Ranks"]:
+        """Join the ranks that torchrun started, on `device_type`, and leave them at the end.
+
+        A process group that is there already is used, and left as it is. Raises ValueError where the number of ranks
+        is not the product of the axes.
+        """
+        is_guest = dist.is_initialized()
+        world_size = dist.get_world_size() if is_guest else int(os.environ.get("WORLD_SIZE", "1"))
+        sizes = mesh_sizes(parallel, world_size)
+        if world_size == 1:
+            yield cls(sizes)
+            return
+        timeout = timedelta(seconds=parallel.timeout_s)
+        if not is_guest:
+            if device_type == "cuda":
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout)
+        try:
+            mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=AXES)
+            ranks = cls(sizes, dist.get_rank(), mesh)
+            ranks._control = dist.new_group(backend="gloo", timeout=timeout)
+            yield ranks
+        finally:
+            if not is_guest:
+                dist.destroy_process_group()
+
+    def gather(self, value: T) -> list[T]:
+        """What every data rank gives, in their order, on every rank; of ranks that share samples the first counts."""
+        if self._control is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value if self.speaks else None, group=self._control)
+        return values[:: self._sharing]
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        if self._control is None:
+            return flag
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._control)
+        return bool(value)
+
+    def sum(self, value: float) -> float:
+        """The sum over all ranks, in float64."""
+        if self._control is None:
+            return value
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total, group=self._control)
+        return float(total)
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """What `function` gives on rank 0, on every rank; its ValueError or OSError is raised on every rank."""
+        if self._control is None:
+            return function()
+        outcome: list[Any] = [None, None]
+        failure: ValueError | OSError | None = None
+        if self.is_first:
+            try:
+                outcome[0] = function()
+            except (ValueError, OSError) as error:
+                failure = error
+                outcome[1] = str(error) if isinstance(error, ValueError) else error
+        dist.broadcast_object_list(outcome, src=0, group=self._control)
+        if failure is not None:
+            raise failure
+        if outcome[1] is not None:
+            raise ValueError(outcome[1]) if isinstance(outcome[1], str) else outcome[1]
+        result: T = outcome[0]
+        return result
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks that hold one model between them, tensor parallel aside: FSDP2's mesh."""
+        assert self.mesh is not None
+        return self.mesh["shard", "ulysses"]._flatten("shard_ulysses")
+
+    def group_of(self, *axes: str) -> dist.ProcessGroup:
+        """A new group of the ranks that differ from this one in `axes` alone, in mesh order; all ranks call it."""
+        assert self.mesh is not None
+        kept = [axis for axis in AXES if axis not in axes]
+        lines = self.mesh.mesh.permute(*(AXES.index(axis) for axis in (*kept, *axes)))
+        mine = None
+        for line in lines.reshape(-1, math.prod(self.sizes[axis] for axis in axes)).tolist():
+            group = dist.new_group(line)
+            mine = group if self.rank in line else mine
+        assert mine is not None
+        return mine
+
+    def new_control_group(self) -> dist.ProcessGroup | None:
+        """Another gloo group of all ranks, for work in the background; None for one process."""
+        return None if self._control is None else dist.new_group(backend="gloo")
+
+
+def mesh_sizes(parallel: Parallel, world_size: int) -> tuple[int, ...]:
+    """The size of every axis; `replicate` = 0 takes what is left. Raises ValueError where they do not fit."""
+    others = parallel.shard * parallel.ulysses * parallel.tensor
+    replicate = parallel.replicate or max(1, world_size // others)
+    sizes = (replicate, parallel.shard, parallel.ulysses, parallel.tensor)
+    if math.prod(sizes) != world_size:
+        wanted = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes))
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        way_out = (
+            f"start {math.prod(sizes)} (torchrun --nproc-per-node {math.prod(sizes)} -m stretto train ...), or take "
+            f"sizes whose product is {world_size}: divisors of it are {', '.join(map(str, divisors))}"
+        )
+        raise ValueError(f"parallel: {wanted} are {math.prod(sizes)} ranks, and there are {world_size}; {way_out}")
+    return sizes

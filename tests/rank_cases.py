@@ -1,0 +1,65 @@
+"""What every rank does in tests of the training loop over ranks."""
+
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from stretto.learner import Learner
+from stretto.policy.noise import fingerprint
+from stretto.recipe import load_recipe
+from stretto.roll import Roller
+from stretto.train import train
+
+
+def trained(recipe: str, overrides: list[str]) -> dict[str, Any]:
+    """Train a recipe here; what this rank saw: latents by sample, and its gradients before the first step."""
+    seen: dict[str, Any] = {"latents": {}, "noise": {}, "gradient": None}
+    credit, step = Roller._credit, Learner.step
+
+    def watched(self: Roller, flight: Any, *args: Any) -> Any:
+        for trajectory in flight.made:
+            if trajectory is None:
+                continue
+            noise = self.policy.noise.initial(trajectory.batch.samples)
+            for key, latents, drawn in zip(trajectory.batch.samples, trajectory.latents, noise):
+                seen["latents"][tuple(key)] = hashlib.sha256(latents.numpy().tobytes()).hexdigest()
+                seen["noise"][tuple(key)] = fingerprint(drawn)
+        credit(self, flight, *args)
+
+    def stepped(self: Learner, **how: Any) -> dict[str, float]:
+        if seen["gradient"] is None:
+            finish = self.reduction.finish
+
+            def finished(**how: Any) -> None:
+                finish(**how)
+                gradients = {name: p.grad for name, p in self.reduction.parameters.items() if p.grad is not None}
+                whole = self.reduction.whole({name: g.detach().clone() for name, g in gradients.items()})
+                seen["gradient"] = {name: _full(g).numpy() for name, g in whole.items()}
+
+            with mock.patch.object(self.reduction, "finish", finished):
+                return step(self, **how)
+        return step(self, **how)
+
+    with (
+        mock.patch.object(Roller, "_credit", watched),
+        mock.patch.object(Learner, "step", stepped),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        train(load_recipe(Path(recipe), overrides))
+    return seen
+
+
+def _full(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The metrics without what differs between two runs of the same thing: seconds and bytes."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "held_bytes")} for line in lines]

@@ -1,0 +1,166 @@
+"""Training over ranks: the same samples, rewards, gradient and metrics, however many ranks make them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.config import Parallel
+from stretto.ranks import mesh_sizes
+from tests import rank_cases
+from tests.ranks import Ranks
+
+ROOT = Path(__file__).parent.parent
+SMALL = {
+    "run.iterations": 2,
+    "run.threads": 1,
+    "run.device": "cpu",
+    "prompts.per_iteration": 2,
+    "prompts.samples": 5,
+    "sampling.steps": 4,
+    "sampling.samples_per_forward": 1,
+    "trained_steps.rule": "list",
+    "trained_steps.steps": "0 2",
+    "advantage.std": "group",
+    "objective.kl_beta": 0,
+    "schedule.race": 0,
+    "evaluation.every": 2,
+    "evaluation.samples": 3,
+    "tuning.rank": 4,
+    "tuning.alpha": 8,
+    "optimizer.clip_norm": 1e9,
+    "checkpoint.every": 1,
+}
+
+
+def overrides(folder: Path, **settings: Any) -> list[str]:
+    words = {"run.folder": folder, **SMALL, **{key.replace("__", "."): value for key, value in settings.items()}}
+    if words["trained_steps.rule"] != "list":
+        del words["trained_steps.steps"]
+    return [word for key, value in words.items() for word in (f"--{key}", *str(value).split())]
+
+
+class Runs:
+    """Runs the digits recipe on ranks, each setting once."""
+
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self.ranks, self.folder = ranks, folder
+        self._one: dict[str, Any] = {}
+
+    def run(self, num_ranks: int, **settings: Any) -> dict[str, Any]:
+        """What all ranks together saw, and what was written."""
+        folder = self.folder / f"{len(list(self.folder.iterdir()))}"
+        words = overrides(folder, **settings)
+        seen = self.ranks.run(num_ranks, rank_cases.trained, str(ROOT / "recipes/digits.toml"), words, timeout_s=120)
+        latents = [key for part in seen for key in part["latents"]]
+        sharing = settings.get("parallel__ulysses", 1) * settings.get("parallel__tensor", 1)
+        assert len(latents) == sharing * len(set(latents))
+        return {
+            "latents": {k: v for part in seen for k, v in part["latents"].items()},
+            "noise": {k: v for part in seen for k, v in part["noise"].items()},
+            "gradients": [part["gradient"] for part in seen],
+            "metrics": rank_cases.metrics_of(folder),
+        }
+
+    def one(self, **settings: Any) -> dict[str, Any]:
+        """The same on one process."""
+        key = repr(sorted(settings.items()))
+        if key not in self._one:
+            self._one[key] = self.run(1, **settings)
+        return self._one[key]
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(ranks, tmp_path_factory.mktemp("runs"))
+
+
+def compare(ours: dict[str, Any], one: dict[str, Any], tolerance: float = 1e-6, *, is_bitwise: bool = True) -> None:
+    """Samples, gradient and metrics of two runs; samples of the second iteration follow the first update."""
+    assert ours["noise"] == one["noise"]
+    first = {key for key in one["latents"] if key[0] == 0}
+    if is_bitwise:
+        assert {k: ours["latents"][k] for k in first} == {k: one["latents"][k] for k in first}
+    expected = one["gradients"][0]
+    for gradient in ours["gradients"]:
+        assert gradient.keys() == expected.keys()
+        difference = sum(float(np.square(gradient[n] - expected[n]).sum()) for n in expected)
+        assert difference**0.5 <= tolerance * sum(float(np.square(g).sum()) for g in expected.values()) ** 0.5
+    for mine, theirs in zip(ours["metrics"], one["metrics"], strict=True):
+        assert mine["noise_fingerprint"] == theirs["noise_fingerprint"]
+        loose = 1e-6 if mine["iteration"] == 0 else 1e-2  # the first step of AdamW enlarges rounding
+        for name in ("reward", "reward_std", "grad_norm", "ratio", "zero_spread"):
+            assert mine[name] == pytest.approx(theirs[name], rel=loose)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ["reweight", "retain"])
+def test_the_samples_and_their_gradient_do_not_depend_on_the_number_of_ranks(
+    runs: Runs, num_ranks: int, schedule: str
+) -> None:
+    one = runs.one(schedule__name=schedule)
+    ours = runs.run(num_ranks, schedule__name=schedule)
+    assert ours["metrics"][0]["reduction"] == ("late" if schedule == "reweight" else "coalesced")
+    compare(ours, one)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"parallel__reduction": "coalesced", "schedule__name": "reweight"},
+        {"parallel__reduction": "per_step", "schedule__name": "native"},
+        {"parallel__reduction": "per_step", "schedule__name": "retain", "parallel__optimizer_state": "whole"},
+        {"schedule__name": "native"},
+        {"schedule__name": "hybrid"},
+        {"schedule__name": "two_sum", "prompts__samples": 7},
+        {"schedule__name": "reweight", "objective__kl_beta": 0.5},
+        {"schedule__name": "reweight", "parallel__optimizer_state": "whole", "tuning__method": "full"},
+        {"schedule__name": "reweight", "advantage__std": "global"},
+        {"schedule__name": "reweight", "scoring__behind": False},
+        {"schedule__name": "reweight", "optimizer__updates_per_rollout": 2},
+        {"schedule__name": "reweight", "prompts__samples": 2},
+        {"objective__reduction": "sum", "trained_steps__rule": "random_window", "trained_steps__start_max": 1},
+    ],
+    ids=lambda settings: "-".join(str(value) for value in settings.values()),
+)
+def test_every_schedule_and_reduction_gives_the_gradient_of_one_process(runs: Runs, settings: dict[str, Any]) -> None:
+    alone = {key: value for key, value in settings.items() if not key.startswith("parallel__")}
+    compare(runs.run(3, **settings), runs.one(**alone))
+
+
+def test_batches_give_the_same_gradient_to_rounding(runs: Runs) -> None:
+    ours = runs.run(2, schedule__name="retain", sampling__samples_per_forward=3)
+    compare(ours, runs.one(schedule__name="retain"), tolerance=1e-5, is_bitwise=False)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(runs: Runs) -> None:
+    for schedule in ("reweight", "retain"):
+        whole = runs.one(schedule__name=schedule, run__iterations=4)
+        folder = runs.folder / f"elastic-{schedule}"
+        for until, num_ranks in ((1, 3), (2, 4), (3, 1), (4, 2)):
+            words = overrides(folder, schedule__name=schedule, run__iterations=until, run__resume="auto")
+            runs.ranks.run(num_ranks, rank_cases.trained, str(ROOT / "recipes/digits.toml"), words, timeout_s=120)
+        metrics = rank_cases.metrics_of(folder)
+        assert [line["iteration"] for line in metrics] == [0, 1, 2, 3]
+        for mine, theirs in zip(metrics, whole["metrics"], strict=True):
+            assert mine["noise_fingerprint"] == theirs["noise_fingerprint"]
+            assert mine["reward"] == pytest.approx(theirs["reward"], rel=1e-3)
+
+
+def test_sizes_that_are_not_the_ranks_are_refused_with_the_divisors() -> None:
+    assert mesh_sizes(Parallel(), 4) == (4, 1, 1, 1)
+    assert mesh_sizes(Parallel(shard=2, tensor=2), 8) == (2, 2, 1, 2)
+    with pytest.raises(
+        ValueError, match=r"replicate 1 x shard 3 x ulysses 1 x tensor 1 are 3 ranks, and there are 4"
+    ):
+        mesh_sizes(Parallel(shard=3), 4)
+    with pytest.raises(ValueError, match=r"torchrun --nproc-per-node 2 -m stretto train .* divisors of it are 1$"):
+        mesh_sizes(Parallel(ulysses=2), 1)
+
+
+def test_every_rank_learns_why_the_run_folder_cannot_be_used(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    words = overrides(tmp_path / "file")
+    for outcome in ranks.outcomes(3, rank_cases.trained, str(ROOT / "recipes/digits.toml"), words):
+        assert outcome.error.startswith("ValueError: run.folder")
