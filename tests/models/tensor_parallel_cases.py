@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from stretto.models.digits import DigitsAdapter
 from stretto.models.flux import FluxAdapter
 from stretto.models.gradient_norm import clip_gradients, gradient_norm
 from stretto.models.lora import attach_lora
+from stretto.models.sharded import shard_transformer
 from stretto.models.tensor_parallel import split_layers
 from stretto.models.trainable import make_full, trainable_parameters
 from stretto.models.wan import WanAdapter
-from stretto.overlap import parallelize_lora
+from stretto.overlap import GradientReducer, parallelize_lora
 from tests import tiny
 from tests.overlap import diffusion_cases
 from tests.overlap.matmul_cases import Draw, same
@@ -192,28 +192,45 @@ def beside_fsdp(case: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("shard", "tensor"))
     with wide(case["dtype"]):
         whole, mine = pair(case, mesh["tensor"])
-        transformer = mine.transformer
-        blocks = [*getattr(transformer, "blocks", ())]
-        for name in ("transformer_blocks", "single_transformer_blocks"):
-            blocks += getattr(transformer, name, ())
-        for module in (*blocks, transformer):
-            fully_shard(module, mesh=mesh["shard"])
-        num_shards, shard = mesh["shard"].size(), mesh["shard"].get_local_rank()
-        for seed in range(num_shards):
-            step(whole, case, seed, 1 / num_shards)
-        step(mine, case, shard, 1.0)
-    compare(transformer, whole.transformer, TOLERANCES[case["dtype"]])
+        shard_transformer(mine.transformer, mesh["shard"])
+        for seed in range(mesh["shard"].size()):
+            step(whole, case, seed)
+        step(mine, case, mesh["shard"].get_local_rank())
+    compare(mine.transformer, whole.transformer, TOLERANCES[case["dtype"]])
     expected, norm = (gradient_norm(adapter.transformer.parameters()) for adapter in (whole, mine))
     same("norm", norm, expected, TOLERANCES[case["dtype"]])
-    same_state(transformer, whole.transformer)
+    same_state(mine.transformer, whole.transformer)
 
 
-def step(adapter: Any, case: dict[str, Any], seed: int, scale: float) -> None:
+def beside_late_reduction(case: dict[str, Any]) -> None:
+    """Tensor over one axis, samples over the other, whose gradients leave before it is known what they are worth."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "tensor"))
+    worths = torch.tensor([[0.5, -2.0]], dtype=torch.float64)
+    with wide(case["dtype"]):
+        whole, mine = pair(case, mesh["tensor"])
+        for seed, worth in enumerate(worths[0].tolist()):
+            step(whole, case, seed, worth)
+        reducer = GradientReducer(mine.transformer, mesh["replicate"].get_group(), late_bound=True)
+        step(mine, case, mesh["replicate"].get_local_rank(), reducer=reducer)
+    reducer.finish()
+    reducer.settle(worths)
+    reducer.deliver()
+    reducer.close()
+    compare(mine.transformer, whole.transformer, TOLERANCES[case["dtype"]])
+    expected, norm = (gradient_norm(adapter.transformer.parameters()) for adapter in (whole, mine))
+    same("norm", norm, expected, TOLERANCES[case["dtype"]])
+
+
+def step(
+    adapter: Any, case: dict[str, Any], seed: int, scale: float = 1.0, reducer: GradientReducer | None = None
+) -> None:
+    """Two retained graphs; a reducer sends their sum in the last backward."""
     latents, sigma, condition = inputs(adapter, case, seed)
-    velocity = adapter.velocity(latents, sigma, condition)
-    again = adapter.velocity(latents, sigma * 0.5, condition)
-    for one in (velocity, again):
-        (one.square().sum() * scale).backward()
+    first = adapter.velocity(latents, sigma, condition)
+    last = adapter.velocity(latents, sigma * 0.5, condition)
+    with contextlib.nullcontext() if reducer is None else reducer.accumulate():
+        (first.square().sum() * scale).backward()
+    (last.square().sum() * scale).backward()
 
 
 def image_to_video(shard_rows: bool) -> None:
