@@ -1,14 +1,20 @@
 """Ctrl-C and SIGTERM as a wish that the loop fulfils at the end of an iteration.
 
-The first signal is noted and said; the loop polls `caught`, leaves a checkpoint and calls `reraise`. A second
-one stops at once. The hazard is a handler that stays behind: the former ones are put back on the way out.
-Outside the main thread Python allows no handlers, and signals act as they would have.
+The first signal only sets a flag, and is said; the loop polls `caught`, agrees with the other ranks, leaves a
+checkpoint and calls `reraise`. A second one stops at once. Under a launcher a signal comes more than once: Ctrl-C
+goes to torchrun and to its ranks, and torchrun sends on what it gets; so what comes within `echo_s` of the first is
+the same wish. torchrun also sends SIGTERM to those that outlive a dead rank: the flag is then set, but the ranks
+cannot agree, so nobody saves, and the error ends them. The hazards: a handler that stays behind (the former ones are
+put back on the way out), and a launcher that does not wait for the iteration's end (torchrun kills 30 s after its
+SIGTERM, or `--shutdown-timeout`). Outside the main thread Python allows no handlers, and signals act as they would
+have.
 """
 
 import contextlib
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -22,19 +28,27 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(signal.Signals(signal_number).name)
         self.signal_number = signal_number
 
+    def __reduce__(self) -> tuple[type["Interrupted"], tuple[int]]:
+        return type(self), (self.signal_number,)
+
 
 class Signals:
-    """While entered: the first SIGINT or SIGTERM sets `caught`, the second raises `Interrupted` where it
-    strikes."""
+    """While entered: the first SIGINT or SIGTERM sets `caught`, the second raises `Interrupted` where it strikes.
 
-    def __init__(self) -> None:
+    echo_s: signals that come so soon after the first are that one again; 0 for a process without a launcher.
+    """
+
+    def __init__(self, *, echo_s: float = 0.0) -> None:
         self.caught: int | None = None
+        self.echo_s = echo_s
+        self._caught_at_s = 0.0
         self._former: dict[int, Any] = {}
 
-    def reraise(self) -> None:
-        """Raise `Interrupted` if a signal was caught."""
-        if self.caught is not None:
-            raise Interrupted(self.caught)
+    def reraise(self, caught: int | None = None) -> None:
+        """Raise `Interrupted` if a signal was caught, here or, as `caught` tells, on another rank."""
+        number = self.caught or caught
+        if number:
+            raise Interrupted(number)
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
@@ -51,8 +65,10 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.caught is not None:
-            raise Interrupted(number)
-        self.caught = number
+            if time.monotonic() - self._caught_at_s >= self.echo_s:
+                raise Interrupted(number)
+            return
+        self.caught, self._caught_at_s = number, time.monotonic()
         name = signal.Signals(number).name
         # os.write, for a handler may strike in the middle of a print.
         with contextlib.suppress(OSError):
