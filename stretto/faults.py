@@ -261,6 +261,14 @@ def _parallel_conflicts(config: Config) -> Iterator[Fault]:
     if parallel.reduction == "per_step" and schedule in ("reweight", "two_sum", "hybrid"):
         way_out = f'{schedule} has no advantage at a trained step; take "late" or "coalesced"'
         yield _fault(config, "parallel.reduction", way_out, "schedule.name")
+    if parallel.reduction == "coalesced" and schedule == "two_sum" and parallel.shard == 1:
+        way_out = 'a rank has not all samples of a prompt group, so its two sums are the owners\'; take "late"'
+        yield _fault(config, "parallel.reduction", way_out, "schedule.name", "parallel.shard")
+    if parallel.shard > 1 and schedule == "hybrid":
+        way_out = (
+            'sharded gradients are held by the reduction or made by retain, not both; take "reweight" or "retain"'
+        )
+        yield _fault(config, "schedule.name", way_out, "parallel.shard")
     in_step = parallel.shard > 1 or parallel.reduction == "per_step"
     if in_step and config.schedule.replay_batch != 1:
         way_out = "sharded ranks, and ranks that reduce at every step, replay one batch at a time; take 1"

@@ -145,7 +145,7 @@ class Learner:
     def _measured(self, rolled: list[Rolled], stats: UpdateStats) -> dict[str, Any]:
         """What this rank alone knows of an iteration, and starts to count anew."""
         noise = 0
-        for trajectory in (t for part in rolled for t in part.trajectories):
+        for trajectory in (t for part in rolled for t in part.trajectories if not t.batch.is_companion):
             for row in self.policy.noise.initial(trajectory.batch.samples):
                 noise ^= fingerprint(row)
         held, self.schedule.held_bytes = self.schedule.held_bytes, 0

@@ -10,7 +10,7 @@ the others waiting: what one rank alone does goes through `on_first`, which tell
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
@@ -19,7 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from stretto.attempt import store_of_this_attempt
 from stretto.config import Parallel
+from stretto.first_failure import FirstFailure
+from stretto.record.signals import Interrupted
 
 __all__ = ["AXES", "Ranks"]
 
@@ -45,6 +48,7 @@ class Ranks:
         self.num_data_ranks = self.world_size // sharing
         self.is_first, self.speaks = rank == 0, model_rank == 0
         self._sharing = sharing
+        self.failures: FirstFailure | None = None
         self._control: dist.ProcessGroup | None = None
 
     @classmethod
@@ -52,8 +56,9 @@ class Ranks:
     def open(cls, parallel: Parallel, device_type: str = "cpu") -> Iterator["Ranks"]:
         """Join the ranks that torchrun started, on `device_type`, and leave them at the end.
 
-        A process group that is there already is used, and left as it is. Raises ValueError where the number of ranks
-        is not the product of the axes.
+        Where anything is raised inside, the process ends here, within a bound, having told which rank failed first
+        and why; but for `Interrupted`, which all ranks raise together. A process group that is there already is used,
+        and left as it is. Raises ValueError where the number of ranks is not the product of the axes.
         """
         is_guest = dist.is_initialized()
         world_size = dist.get_world_size() if is_guest else int(os.environ.get("WORLD_SIZE", "1"))
@@ -62,18 +67,29 @@ class Ranks:
             yield cls(sizes)
             return
         timeout = timedelta(seconds=parallel.timeout_s)
-        if not is_guest:
-            if device_type == "cuda":
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=timeout)
-        try:
+        with nullcontext() if is_guest else _joined(device_type, timeout) as failures:
             mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=AXES)
             ranks = cls(sizes, dist.get_rank(), mesh)
+            ranks.failures = failures
             ranks._control = dist.new_group(backend="gloo", timeout=timeout)
             yield ranks
-        finally:
-            if not is_guest:
-                dist.destroy_process_group()
+
+    @contextmanager
+    def failing_fast(self) -> Iterator[None]:
+        """Inside, what is raised ends the process before anything is unwound that could wait for a lost rank."""
+        try:
+            yield
+        except Interrupted:
+            raise
+        except BaseException as error:
+            if self.failures is not None:
+                self.failures.leave(error)
+            raise
+
+    def phase(self, name: str) -> None:
+        """Say what this rank does from here on, for the line that tells of a failure."""
+        if self.failures is not None:
+            self.failures.phase(name)
 
     def gather(self, value: T) -> list[T]:
         """What every data rank gives, in their order, on every rank; of ranks that share samples the first counts."""
@@ -83,13 +99,13 @@ class Ranks:
         dist.all_gather_object(values, value if self.speaks else None, group=self._control)
         return values[:: self._sharing]
 
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+    def most(self, number: int) -> int:
+        """The largest of all ranks' numbers."""
         if self._control is None:
-            return flag
-        value = torch.tensor(int(flag))
+            return number
+        value = torch.tensor(number)
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self._control)
-        return bool(value)
+        return int(value)
 
     def sum(self, value: float) -> float:
         """The sum over all ranks, in float64."""
@@ -156,3 +172,23 @@ def mesh_sizes(parallel: Parallel, world_size: int) -> tuple[int, ...]:
         )
         raise ValueError(f"parallel: {wanted} are {math.prod(sizes)} ranks, and there are {world_size}; {way_out}")
     return sizes
+
+
+@contextmanager
+def _joined(device_type: str, timeout: timedelta) -> Iterator[FirstFailure]:
+    """The default process group of torchrun's ranks, and the account of their first failure."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = store_of_this_attempt(store, rank, world_size, timeout)
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    with FirstFailure(store, rank, world_size) as failures:
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            yield failures
+            dist.destroy_process_group()
+        except Interrupted:
+            dist.destroy_process_group()
+            raise
+        except BaseException as error:
+            failures.leave(error)

@@ -7,7 +7,7 @@ runs another's along, with weight 0 and no reward.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ __all__ = ["Rolled", "Roller"]
 class Rolled:
     """A part of a rollout with its advantages: what one optimizer step learns from.
 
-    scale: what the loss of one sample and trained step counts. trajectories, advantages: of this rank's samples.
+    scale: what the loss of one sample and trained step counts. trajectories, advantages: of this rank's rollouts.
     rewards: (groups, samples, K) of every scored prompt group, on every rank. skipped: prompt groups without rewards.
     """
 
@@ -45,12 +45,11 @@ class Rolled:
 class _Flight:
     """A wave that was rolled out and waits for its rewards.
 
-    made: this rank's trajectory of every round; None where it had no sample. companions: of other ranks' samples.
+    made: this rank's trajectory of every round, or a companion's, or None where it had no sample.
     """
 
     wave: Wave
     made: list[Trajectory | None] = field(default_factory=list)
-    companions: list[Trajectory] = field(default_factory=list)
     num_folded: int = 0
 
 
@@ -97,34 +96,35 @@ class Roller:
     def _run(self, iteration: int, batches: Round, flight: _Flight, schedule: Schedule) -> None:
         """Make this rank's samples of a round; their rewards are then on their way."""
         places = batches[self.ranks.data_rank]
-        flight.made.append(schedule.rollout(self.feed.batch(iteration, places), self._score) if places else None)
-        if not places and self.in_step:
-            companion = self.feed.batch(iteration, next(batch for batch in batches if batch))
-            flight.companions.append(schedule.rollout(companion, self._no_score))
-        elif not places and isinstance(schedule, Late):
+        made = None
+        if places:
+            made = schedule.rollout(self.feed.batch(iteration, places), self._score)
+        elif self.in_step:
+            other = self.feed.batch(iteration, next(batch for batch in batches if batch))
+            made = schedule.rollout(replace(other, is_companion=True), self._no_score)
+        elif isinstance(schedule, Late):
             schedule.idle()
+        flight.made.append(made)
 
     def _credit(self, flight: _Flight, schedule: Schedule, rolled: Rolled, stats: UpdateStats | None) -> None:
         """Gather a wave's rewards and give every sample its advantage."""
         if self._folds(schedule, flight.wave):
             self._fold(flight, schedule, up_to=len(flight.wave.rounds))
-        own = [trajectory for trajectory in flight.made if trajectory is not None]
-        rewards = self._gathered(own)
-        advantages = self._advantages(flight.wave, rewards, rolled)
-        values = [
-            torch.tensor([advantages[Place(key.prompt, key.sample)] for key in trajectory.batch.samples]).double()
-            for trajectory in own
-        ]
-        if stats is not None:
-            given = [*own, *flight.companions]
-            zeros = [torch.zeros(len(t.batch.samples), dtype=torch.float64) for t in flight.companions]
-            if isinstance(schedule, Late):
-                weights = self._round_weights(flight.wave, advantages)
-                stats.merge(schedule.update(given, [*values, *zeros], rolled.scale, rounds=weights))
-            else:
-                stats.merge(schedule.update(given, [*values, *zeros], rolled.scale))
-        rolled.trajectories += own
+        made = [trajectory for trajectory in flight.made if trajectory is not None]
+        advantages = self._advantages(flight.wave, self._gathered(made), rolled)
+        values = [self._values(trajectory.batch, advantages) for trajectory in made]
+        if stats is not None and isinstance(schedule, Late):
+            weights = self._round_weights(flight.wave, advantages)
+            stats.merge(schedule.update(made, values, rolled.scale, rounds=weights))
+        elif stats is not None:
+            stats.merge(schedule.update(made, values, rolled.scale))
+        rolled.trajectories += made
         rolled.advantages += values
+
+    def _values(self, batch: Batch, advantages: Mapping[Place, float]) -> Tensor:
+        """The advantages of a batch's rows, (B,) float64; zeros of a companion's."""
+        rows = [0.0 if batch.is_companion else advantages[Place(key.prompt, key.sample)] for key in batch.samples]
+        return torch.tensor(rows, dtype=torch.float64)
 
     def _score(self, batch: Batch, latents: Tensor) -> Pending | Tensor:
         """Decode and judge: (B, K) raw rewards, float64, when they are asked for."""
@@ -143,7 +143,8 @@ class Roller:
     def _gathered(self, trajectories: Iterable[Trajectory]) -> dict[Place, list[float] | None]:
         """The rewards of these trajectories and of those that the other ranks give; None of a sample without."""
         mine: dict[Place, list[float] | None] = {}
-        for trajectory in trajectories if self.ranks.speaks else ():
+        own = [t for t in trajectories if not t.batch.is_companion and self.ranks.speaks]
+        for trajectory in own:
             rows: Sequence[list[float] | None]
             try:
                 with self.policy.stopwatch.phase("reward"):

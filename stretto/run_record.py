@@ -7,6 +7,7 @@ the order in `write`.
 
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -61,6 +62,7 @@ class RunRecord:
         self.finished = 0
         self.history: dict[str, Any] = {"since_best": 0}
         self.evaluation_s = 0.0
+        self.seconds: Counter[str] = Counter()
         self.trackers: Trackers | None = None
 
     def take_up(self, loaded: Checkpoint | None, choice: Choice) -> None:
@@ -131,6 +133,7 @@ class RunRecord:
         if self.evaluator.is_due(self.finished):
             metrics["evaluation"], is_best = self._evaluate()
             metrics["seconds"]["evaluation"] = self.evaluation_s
+        self.seconds.update(metrics["seconds"])
         self._on_first(lambda: self._track(metrics))
         every = self.config.checkpoint.every
         is_last = must_stop or self.finished == self.config.run.iterations or self.patience_ended
@@ -165,6 +168,8 @@ class RunRecord:
                 self._say(f"{name:<24}{before:>10.3f}{self.history['last'].get(name, float('nan')):>10.3f}")
             self._say(f"pictures in {self.folder.grids}")
         self._say(f"weights in {self.folder.weights}")
+        shown = {name: seconds for name, seconds in self.seconds.most_common() if seconds >= 0.05}
+        self._say("seconds: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in shown.items()))
 
     def close(self) -> None:
         """Close the trackers."""
@@ -185,6 +190,7 @@ class RunRecord:
 
     def _evaluate(self) -> tuple[dict[str, float], bool]:
         """Evaluate now; the figures, and whether their reward is the best so far."""
+        self.ranks.phase("evaluation")
         start = time.perf_counter()
         evaluation = self.evaluator.evaluate(self.learner.ema)
         self._on_first(lambda: self._save_pictures(evaluation))
@@ -210,6 +216,7 @@ class RunRecord:
         )
 
     def _save(self, is_best: bool) -> None:
+        self.ranks.phase("checkpoint")
         plain = self.learner.plain() | {"history": self.history}
         self.checkpoints.save(self.finished, self.learner.tensors(), plain, is_best=is_best)
 

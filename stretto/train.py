@@ -26,14 +26,18 @@ from stretto.run_record import RunRecord
 
 __all__ = ["train"]
 
+ECHO_S = 2.0
+"""Seconds in which torchrun and a terminal may give a rank the same signal twice."""
+
 
 def train(config: Config) -> None:
     """Run a recipe to its end, or to a signal. Raises ValueError for what the user can mend, on every rank."""
-    with ExitStack() as stack:
-        ranks = stack.enter_context(Ranks.open(config.parallel, build_device(config).type))
+    device = build_device(config)
+    with Ranks.open(config.parallel, device.type) as ranks, ExitStack() as stack, ranks.failing_fast():
         folder = stack.enter_context(open_folder(config, ranks))
-        signals = stack.enter_context(Signals())
+        signals = stack.enter_context(Signals(echo_s=ECHO_S if ranks.mesh is not None else 0.0))
         run = assemble(config, ranks)
+        run.policy.stopwatch.tell = ranks.phase
         checkpoints = stack.enter_context(open_checkpoints(config, ranks, run.identity))
         loaded = checkpoints.newest_whole()
         kept = loaded.plain["history"].get("choice") if loaded else None
@@ -44,13 +48,12 @@ def train(config: Config) -> None:
         schedule = reduction.make_schedule(choice, config, run.rule)
         schedule.prepare(run.feed.first_wave()[0])
         learner = Learner(config, run, ranks, reduction, schedule, scorer)
-        record = stack.enter_context(
-            RunRecord(config, folder, learner, Evaluator(config, run, ranks, reduction), checkpoints)
-        )
+        evaluator = Evaluator(config, run, ranks, reduction)
+        record = stack.enter_context(RunRecord(config, folder, learner, evaluator, checkpoints))
         record.take_up(loaded, choice)
-        loop(config, learner, record, signals)
+        caught = loop(config, learner, record, signals)
         checkpoints.wait()
-        signals.reraise()
+        signals.reraise(caught)
         record.finish()
 
 
@@ -76,12 +79,13 @@ def open_checkpoints(config: Config, ranks: Ranks, identity: dict[str, Any]) -> 
     )
 
 
-def loop(config: Config, learner: Learner, record: RunRecord, signals: Signals) -> None:
-    """From where the record stands to the last iteration, to a signal to any rank, or until patience ends."""
+def loop(config: Config, learner: Learner, record: RunRecord, signals: Signals) -> int | None:
+    """From where the record stands to the last iteration, to the end of patience, or to a signal: its number."""
     record.evaluate_at_start()
     while record.finished < config.run.iterations and not record.patience_ended:
         metrics = learner.learn(record.finished)
-        must_stop = learner.ranks.any(signals.caught is not None)
-        record.write(metrics, must_stop=must_stop)
-        if must_stop:
-            return
+        caught = learner.ranks.most(signals.caught or 0)
+        record.write(metrics, must_stop=caught > 0)
+        if caught:
+            return caught
+    return None

@@ -23,7 +23,7 @@ def trained(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
     def watched(self: Roller, flight: Any, *args: Any) -> Any:
         for trajectory in flight.made:
-            if trajectory is None:
+            if trajectory is None or trajectory.batch.is_companion:
                 continue
             noise = self.policy.noise.initial(trajectory.batch.samples)
             for key, latents, drawn in zip(trajectory.batch.samples, trajectory.latents, noise):

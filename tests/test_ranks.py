@@ -129,6 +129,53 @@ def test_every_schedule_and_reduction_gives_the_gradient_of_one_process(runs: Ru
     compare(runs.run(3, **settings), runs.one(**alone))
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (3, {"parallel__shard": 3, "schedule__name": "reweight"}),
+        (
+            3,
+            {"parallel__shard": 3, "schedule__name": "reweight", "objective__kl_beta": 0.5, "tuning__method": "full"},
+        ),
+        (2, {"parallel__shard": 2, "schedule__name": "reweight", "parallel__reduction": "coalesced"}),
+        (3, {"parallel__shard": 3, "schedule__name": "native", "parallel__reduction": "per_step"}),
+        (2, {"parallel__shard": 2, "schedule__name": "two_sum", "prompts__samples": 7}),
+        (3, {"parallel__shard": 3, "schedule__name": "retain", "tuning__method": "full", "objective__kl_beta": 0.5}),
+        (4, {"parallel__shard": 2, "schedule__name": "reweight"}),
+        (4, {"parallel__shard": 2, "schedule__name": "native", "parallel__reduction": "per_step"}),
+        (3, {"parallel__shard": 3, "schedule__name": "reweight", "optimizer__updates_per_rollout": 2}),
+    ],
+    ids=lambda case: "-".join(str(value) for value in case.values()) if isinstance(case, dict) else str(case),
+)
+def test_ranks_that_hold_one_model_between_them_give_its_gradient(
+    runs: Runs, num_ranks: int, settings: dict[str, Any]
+) -> None:
+    alone = {key: value for key, value in settings.items() if not key.startswith("parallel__")}
+    compare(runs.run(num_ranks, **settings), runs.one(**alone))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (3, {"parallel__ulysses": 3, "schedule__name": "reweight"}),
+        (4, {"parallel__ulysses": 2, "schedule__name": "reweight", "parallel__optimizer_state": "whole"}),
+        (4, {"parallel__ulysses": 2, "parallel__shard": 2, "schedule__name": "reweight"}),
+        (2, {"parallel__tensor": 2, "schedule__name": "retain"}),
+        (4, {"parallel__tensor": 2, "schedule__name": "reweight"}),
+        (4, {"parallel__tensor": 2, "parallel__shard": 2, "schedule__name": "reweight"}),
+        (2, {"parallel__tensor": 2, "parallel__shard_rows": False, "schedule__name": "native"}),
+        (
+            2,
+            {"parallel__ulysses": 2, "schedule__name": "retain", "objective__kl_beta": 0.5, "tuning__method": "full"},
+        ),
+    ],
+    ids=lambda case: "-".join(str(value) for value in case.values()) if isinstance(case, dict) else str(case),
+)
+def test_ranks_that_share_a_sample_give_its_gradient(runs: Runs, num_ranks: int, settings: dict[str, Any]) -> None:
+    alone = {key: value for key, value in settings.items() if not key.startswith("parallel__")}
+    compare(runs.run(num_ranks, **settings), runs.one(**alone), tolerance=1e-5, is_bitwise=False)
+
+
 def test_batches_give_the_same_gradient_to_rounding(runs: Runs) -> None:
     ours = runs.run(2, schedule__name="retain", sampling__samples_per_forward=3)
     compare(ours, runs.one(schedule__name="retain"), tolerance=1e-5, is_bitwise=False)

@@ -9,7 +9,7 @@ rollout counts as backward. On CUDA they are what the host waited, without devic
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,9 +75,13 @@ def _count(counter: WorkCounter | None, output: Any) -> None:
 
 
 class Stopwatch:
-    """Exclusive seconds per phase: entering an inner phase stops the outer one's clock."""
+    """Exclusive seconds per phase: entering an inner phase stops the outer one's clock.
+
+    tell: called with the phase that begins, or goes on.
+    """
 
     def __init__(self) -> None:
+        self.tell: Callable[[str], None] = lambda _name: None
         self._seconds: dict[str, float] = defaultdict(float)
         self._running: list[str] = []
         self._since = 0.0
@@ -87,11 +91,14 @@ class Stopwatch:
         """Charge the time inside to `name`."""
         self._charge()
         self._running.append(name)
+        self.tell(name)
         try:
             yield
         finally:
             self._charge()
             self._running.pop()
+            if self._running:
+                self.tell(self._running[-1])
 
     def take(self) -> dict[str, float]:
         """Seconds of each phase since the last call, and start again at zero."""
