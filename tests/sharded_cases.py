@@ -137,6 +137,9 @@ def sharded(case: dict[str, Any]) -> dict[str, Any]:
         with counts:
             schedule_rows = iteration(case, schedule, reducer)
     assert len(versions) == 1, "nothing has moved the weights"
+    if case.get("step"):
+        torch.optim.AdamW(policy.parameters.values(), lr=0.1).step()
+        assert policy.version not in versions, "a step moves the weights, also those that are sharded"
     sent = 0 if reducer is None else reducer.num_sent - before
     if reducer is not None:
         reducer.close()

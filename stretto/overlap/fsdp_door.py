@@ -57,6 +57,7 @@ class Door:
         """For FSDP2: take the gradients, and leave zeros."""
         assert op == dist.ReduceOp.SUM, op
         assert len(input_tensor) == self.bucket.slices.total, self._group._module_fqn
+        self.check()
         output_tensor.zero_()
         if any(p.sharded_param.grad is None for p in self._params):
             self._views = output_tensor
@@ -64,7 +65,7 @@ class Door:
         self._take(self._number, input_tensor)
 
     def check(self) -> None:
-        """`ValueError` unless every `.grad` views what FSDP2 was given after the last backward."""
+        """`ValueError` unless the last backward left every `.grad` a view of what FSDP2 was given."""
         if self._is_checked:
             return
         self._is_checked = True

@@ -157,9 +157,11 @@ class Policy:
 
         What changes a parameter behind autograd's back is not seen (a fused optimizer, `p.data.add_`): call `moved`.
         """
-        with torch.no_grad():
-            local = [getattr(p, "to_local", lambda p=p: p)() for p in self.parameters.values()]
-        return hash((self._num_moves, *((p._version, p.untyped_storage()._cdata) for p in local if p.numel())))
+        parameters = list(self.parameters.values())
+        with torch.no_grad():  # of a DTensor, this rank's part; an empty one has no storage to keep
+            local = [getattr(p, "to_local", lambda p=p: p)() for p in parameters]
+        storages = [t.untyped_storage()._cdata for t in local if t.numel()]
+        return hash((self._num_moves, *(p._version for p in parameters), *storages))
 
     def has_gradient(self, advantages: Tensor, *, with_kl: bool = True) -> bool:
         """Whether rows with these advantages (B,) are differentiated: some have a gradient, or all ranks do it."""

@@ -113,6 +113,25 @@ def delivered(late):
     return gradient
 
 
+def samples_shared_by_two_ranks() -> None:
+    """Ranks 2r and 2r + 1 share a sample, each with a part of its gradient (here, all of it: the sum is double)."""
+    case = {"groups": 1, "samples": 5, "tuning": "full", "dtype": "float64", "kl": 0.2, "unbiased": True}
+    rewards, rule = rewards_of(case), rule_of(case)
+    every = make_batches(1, 5, 1, TRAINED, torch.float64)
+    expected = run("reweight", make(case), every, rewards, rule)[0]
+    policy, group = make(case), dist.new_group()
+    reducer = GradientReducer(policy.module, group, late_bound=True)
+    late = Late(policy, reducer, rule, 5, ranks_per_sample=2)
+    (wave,) = waves_of(1, 5, dist.get_world_size() // 2)
+    doubled = [[place for place in places for _ in range(2)] for places in wave]
+    one_wave(late, doubled, {batch.samples[0][1:]: batch for batch in every}, rewards, 0.5 / (5 * len(TRAINED)))
+    assert late.folds
+    assert distance(delivered(late), expected) < 1e-12
+    assert not Late(policy, reducer, rule, dist.get_world_size() // 2, ranks_per_sample=2).folds
+    reducer.close()
+    dist.destroy_process_group(group)
+
+
 def after_errors() -> None:
     """What a reset gave up leaves no trace, and requests out of order are refused."""
     rank, n = dist.get_rank(), dist.get_world_size()

@@ -42,6 +42,10 @@ def test_separately_normalised_rewards_take_a_sum_each(ranks, num_ranks):
     assert set(ranks.run(num_ranks, late_cases.gradient_equals_one_process, case)) == {True}
 
 
+def test_ranks_that_share_a_sample_count_it_once(ranks):
+    ranks.run(4, late_cases.samples_shared_by_two_ranks)
+
+
 def test_what_a_reset_gave_up_leaves_no_trace(ranks):
     ranks.run(3, late_cases.after_errors)
 

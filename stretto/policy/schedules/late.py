@@ -62,12 +62,22 @@ class Late(Reweight):
     """Reweight over many ranks; what it settles becomes the gradient when `reducer.deliver()` is called.
 
     reducer: reduces the gradients of `policy.parameters`. rule, num_samples: of the advantages, for `folds`.
+    ranks_per_sample: so many consecutive ranks of the reducer share a sample, each with a part of its gradient.
     Between rollout and update a rank holds one gradient for each round, in pieces, or, where it folds, one and
     J + 1 shards. Samples of a batch run one after another. `.grad` belongs to the reducer.
     """
 
-    def __init__(self, policy: Policy, reducer: Reducer, rule: AdvantageRule, num_samples: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        reducer: Reducer,
+        rule: AdvantageRule,
+        num_samples: int,
+        *,
+        ranks_per_sample: int = 1,
+    ) -> None:
         super().__init__(policy)
+        self.ranks_per_sample = ranks_per_sample
         self.reducer, self.rule, self.num_samples = reducer, rule, num_samples
         self._num_rounds = 0
         self._folded: list[tuple[Tensor, Tensor]] = []
@@ -87,7 +97,7 @@ class Late(Reweight):
         |z| is at most sqrt(M - 1), or (M - 1) / sqrt(M) with the unbiased deviation.
         """
         rule, m = self.rule, self.num_samples
-        if not rule.is_affine or rule.std != "group" or m <= self.reducer.world_size:
+        if not rule.is_affine or rule.std != "group" or m * self.ranks_per_sample <= self.reducer.world_size:
             return False
         largest = (m - 1) / math.sqrt(m) if rule.unbiased else math.sqrt(m - 1)
         total = sum(map(abs, rule.weights)) if rule.rewards == "normalized" else 1.0
@@ -198,7 +208,8 @@ class Late(Reweight):
         assert self._offset is not None
         if not bool(rounds.any()):  # without spread, or given up
             return torch.zeros(1 + len(self._offset), dtype=torch.float64)
-        rewards, has_sample = (torch.stack(parts) for parts in zip(*self._folded))
+        rewards, has_sample = (torch.stack(parts)[:, :: self.ranks_per_sample] for parts in zip(*self._folded))
+        rounds = rounds[:, :: self.ranks_per_sample]
         result = self.rule(rewards[has_sample].unsqueeze(0))
         assert torch.allclose(rounds[has_sample], result.affine[0], rtol=1e-6, atol=1e-6), "advantages do not fold"
         slope = result.coefficient[0]
