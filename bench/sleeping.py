@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["asleep", "pace", "sleeping_attention"]
+__all__ = ["asleep", "pace", "sleeping_attention", "wake_in_time"]
 
 _LATEST_S = 5e-4
 _TIMER_SLACK = 29  # of prctl: wake within a microsecond, not 50
@@ -36,7 +36,11 @@ class _Pace:
         self.flops += flops
         if not self.seconds_per_flop:
             return
-        end_s = start_s + flops * self.seconds_per_flop - self.late_s
+        self.sleep_until(start_s + flops * self.seconds_per_flop)
+
+    def sleep_until(self, end_s: float) -> None:
+        """Sleep until `time.perf_counter()` says so, less what the last sleep was late."""
+        end_s -= self.late_s
         time.sleep(max(0.0, end_s - time.perf_counter()))
         self.late_s = min(time.perf_counter() - end_s, _LATEST_S)
 
@@ -44,10 +48,15 @@ class _Pace:
 pace = _Pace()
 
 
+def wake_in_time() -> None:
+    """From now on this thread's sleeps end within a microsecond, not 50."""
+    ctypes.CDLL(None).prctl(_TIMER_SLACK, 1, 0, 0, 0)
+
+
 @contextmanager
 def asleep() -> Iterator[None]:
     """Within, `torch.mm`, `torch.addmm` and whatever calls them on the CPU sleep at the pace of `pace`."""
-    ctypes.CDLL(None).prctl(_TIMER_SLACK, 1, 0, 0, 0)
+    wake_in_time()
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # overriding is the purpose
