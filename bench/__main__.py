@@ -3,8 +3,8 @@
     python -m bench [NAME ...] [--quick]
 
 `--quick` shows that they run, and writes nothing. One that cannot run here, for want of root or of a GPU, says so and
-is left out; one that fails fails the whole. Then `python -m bench.page`, `bench.overlap_page`, `bench.sync_page` and `bench.readme`
-write what docs and README say.
+is left out; one that fails fails the whole. Then `python -m bench.page`, `bench.overlap_page`,
+`bench.sync_page` and `bench.readme` write what docs and README say.
 """
 
 import argparse
