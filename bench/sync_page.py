@@ -28,10 +28,10 @@ Made by `python -m bench.sync_page` from [sync.json](../bench/results/sync.json)
 One machine of 2 cores; ranks in network namespaces on links of a set rate, gloo, float32, one sample a forward,
 T = 10 steps, all trained, as in the paper's ablation (arXiv 2609.03528). Forward and backward are sleeps of a
 measured time: that of a FLUX transformer of 9.2 M parameters, made so much longer that a forward without gradient
-takes {forward:.0f} ms. Decoding and the reward sleep as long as {reward:.0f} such forwards. Schedules,
-gradients and messages are the library's own; a full gradient has a sixteenth of the model's elements, a LoRA gradient
-all of its own. The rate is set so that one reduction alone (each rank sends every owner its shard) takes what is
-written, in forwards F; the law is given what it took.
+takes {forward:.0f} ms. Decoding and the reward sleep as long as {reward:.0f} such forwards. Schedules, gradients and
+messages are the library's own; a full gradient has a sixteenth of the model's elements, a LoRA gradient all of its
+own. The rate is set so that one reduction alone (each rank sends every owner its shard) takes what is written, in
+forwards F; the law is given what it took.
 
 Ways to reduce:
 
@@ -51,7 +51,8 @@ beside them the law's.
 TARGETS = """## Targets
 
 Times faster, and what late is blocked of what coalesced is. A target is met when the 95 % interval reaches it.
-*by the law from*: how long one reduction must take for the law to reach the target.
+*by the law from*: how long one reduction must take for the law to reach the target. "Native, per step" is done in
+four ways, since trainers differ in what they send after a step and in whether they wait for it; all have the target.
 """
 
 
