@@ -101,7 +101,7 @@ def leaves(error, watched):
 
 
 def main(act):
-    """One rank of a job: rollouts of 0.5 s and reductions; rank 1 acts up in the third of the first attempt."""
+    """One rank of a job: rollouts and reductions; in the second of the first attempt rank 1 acts up."""
     store, rank, world_size = next(dist.rendezvous("env://"))
     store = store_of_this_attempt(store, rank, world_size, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -109,14 +109,14 @@ def main(act):
     failures = FirstFailure(store, rank, world_size, bound_s=4.0)
     with Signals(), failures:
         try:
-            for iteration in range(3):
+            for iteration in range(2):
                 failures.phase("rollout")
-                time.sleep(0.5)
-                if (rank, iteration, attempt) == (1, 2, 0):
+                time.sleep(1.5)  # so that it is seen there
+                if (rank, iteration, attempt) == (1, 1, 0):
                     acts[act]()
                 failures.phase("reduction")
                 dist.all_reduce(torch.ones(3))
-                if (act, rank, iteration) == ("raise", 2, 1):
+                if (act, rank, iteration) == ("raise", 2, 0):
                     time.sleep(60)  # notices nothing
         except Exception as error:
             failures.leave(error)
