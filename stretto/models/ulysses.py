@@ -25,6 +25,8 @@ from stretto.overlap.p2p import peers_of
 
 __all__ = ["split_sequence"]
 
+_IDS = ("txt_ids", "img_ids")
+
 
 def split_sequence(
     transformer: nn.Module,
@@ -135,10 +137,8 @@ class _FluxTokens:
         rank = dist.get_rank(self.exchange.group)
         given["hidden_states"] = latents.split(rows.image, 1)[rank]
         given["encoder_hidden_states"] = text.split(rows.text, 1)[rank]
-        ids = [given[name][0] if given[name].ndim == 3 else given[name] for name in ("txt_ids", "img_ids")]
-        joined = rows.join(
-            ids[0], ids[1], 0
-        )  # forward puts both behind one another, text first, and reads nothing else
+        text_ids, image_ids = (given[name][0] if given[name].ndim == 3 else given[name] for name in _IDS)
+        joined = rows.join(text_ids, image_ids, 0)  # forward puts one behind the other, and reads no more of them
         given["txt_ids"], given["img_ids"] = joined.split([text.shape[1], latents.shape[1]])
         given["joint_attention_kwargs"] = {**(given.get("joint_attention_kwargs") or {}), "rows": rows}
         _join_at_the_end(module, self.exchange, rows.image)
