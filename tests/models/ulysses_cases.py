@@ -36,6 +36,10 @@ TARGETS = {
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
+def imported() -> None:
+    """Coming here is all."""
+
+
 @contextlib.contextmanager
 def wide(dtype: str) -> Iterator[None]:
     """In float64, `.float()` is `.double()`."""
