@@ -269,6 +269,9 @@ def _parallel_conflicts(config: Config) -> Iterator[Fault]:
             'sharded gradients are held by the reduction or made by retain, not both; take "reweight" or "retain"'
         )
         yield _fault(config, "schedule.name", way_out, "parallel.shard")
+    if config.scoring.on_failure == "skip" and schedule == "two_sum":
+        way_out = 'two sums fold a sample before it is known whether its group is whole; take "stop" or "reweight"'
+        yield _fault(config, "scoring.on_failure", way_out, "schedule.name")
     in_step = parallel.shard > 1 or parallel.reduction == "per_step"
     if in_step and config.schedule.replay_batch != 1:
         way_out = "sharded ranks, and ranks that reduce at every step, replay one batch at a time; take 1"

@@ -49,7 +49,7 @@ class Learner:
         )
         self.ema = Ema(reduction.parameters, config.ema.decay) if config.ema.decay else None
         self.num_optimizer_steps = 0
-        self._blocked_s = 0.0
+        self._blocked_s, self._num_sent = 0.0, 0
         self._has_warned = False
 
     def learn(self, iteration: int) -> dict[str, Any]:
@@ -137,6 +137,7 @@ class Learner:
             "noise_fingerprint": f"{noise:08x}",
             "schedule": self.schedule.name,
             "reduction": self.reduction.kind,
+            "reductions": mine["reductions"],
             "held_bytes": max(m["held_bytes"] for m in measured),
             "scoring": {name: sum(m["scoring"][name] for m in measured) for name in mine["scoring"]},
             "seconds": mine["seconds"],
@@ -150,6 +151,7 @@ class Learner:
                 noise ^= fingerprint(row)
         held, self.schedule.held_bytes = self.schedule.held_bytes, 0
         blocked, self._blocked_s = self.reduction.blocked_s - self._blocked_s, self.reduction.blocked_s
+        sent, self._num_sent = self.reduction.num_sent - self._num_sent, self.reduction.num_sent
         scoring = self.scorer.take()
         beside = {
             "reduction_blocked": blocked,
@@ -162,6 +164,7 @@ class Learner:
             "work": self.policy.counter.take(),
             "noise": noise,
             "held_bytes": held,
+            "reductions": sent,
             "scoring": scoring,
             "seconds": self.policy.stopwatch.take() | beside,
         }

@@ -20,7 +20,7 @@ from stretto.policy.schedules import Late, Schedule, UpdateStats
 from stretto.ranks import Ranks
 from stretto.reduction import Reduction
 from stretto.rewards.behind import Pending, Scorer
-from stretto.rewards.failures import SkippedGroup
+from stretto.rewards.failures import RewardError, SkippedGroup
 
 __all__ = ["Rolled", "Roller"]
 
@@ -141,19 +141,32 @@ class Roller:
         return torch.zeros(len(batch.samples), len(self.rule.weights), dtype=torch.float64)
 
     def _gathered(self, trajectories: Iterable[Trajectory]) -> dict[Place, list[float] | None]:
-        """The rewards of these trajectories and of those that the other ranks give; None of a sample without."""
+        """The rewards of these trajectories and of those that the other ranks give; None of a sample without.
+
+        Raises RewardError on every rank where a reward failed on one.
+        """
         mine: dict[Place, list[float] | None] = {}
+        failure: RewardError | None = None
         own = [t for t in trajectories if not t.batch.is_companion and self.ranks.speaks]
         for trajectory in own:
-            rows: Sequence[list[float] | None]
+            rows: Sequence[list[float] | None] = [None] * len(trajectory.batch.samples)
             try:
                 with self.policy.stopwatch.phase("reward"):
                     rows = trajectory.rewards.tolist()
             except SkippedGroup:
-                rows = [None] * len(trajectory.batch.samples)
+                pass
+            except RewardError as error:
+                failure = failure or error
             mine |= {Place(key.prompt, key.sample): row for key, row in zip(trajectory.batch.samples, rows)}
         with self.policy.stopwatch.phase("gather_rewards"):
-            return {place: row for part in self.ranks.gather(mine) for place, row in part.items()}
+            told = None if failure is None else (failure.reward, failure.sample, None, failure.problem)
+            parts = self.ranks.gather((mine, told))
+        if failure is not None:
+            raise failure
+        for _, theirs in parts:
+            if theirs is not None:
+                raise RewardError(*theirs)
+        return {place: row for part, _ in parts for place, row in part.items()}
 
     def _advantages(
         self, wave: Wave, rewards: Mapping[Place, list[float] | None], rolled: Rolled

@@ -59,7 +59,7 @@ class RunRecord:
     ) -> None:
         self.config, self.folder, self.learner, self.evaluator = config, folder, learner, evaluator
         self.checkpoints, self.ranks = checkpoints, learner.ranks
-        self.finished = 0
+        self.finished = self._saved = 0
         self.history: dict[str, Any] = {"since_best": 0}
         self.evaluation_s = 0.0
         self.seconds: Counter[str] = Counter()
@@ -68,7 +68,7 @@ class RunRecord:
     def take_up(self, loaded: Checkpoint | None, choice: Choice) -> None:
         """Go on from a checkpoint, or begin; open the trackers, and say what will run and why."""
         if loaded is not None:
-            self.finished = loaded.iteration
+            self.finished = self._saved = loaded.iteration
             self.history = dict(loaded.plain["history"])
             self.learner.take_up(self.checkpoints, loaded)
         self.history["choice"] = asdict(choice)
@@ -215,8 +215,15 @@ class RunRecord:
             captions=evaluation.prompts,
         )
 
+    def save_as_it_stands(self) -> None:
+        """Leave a checkpoint of the finished iterations, unless there is one or nothing is finished."""
+        if self.finished and self._saved != self.finished:
+            self._save(False)
+        self.checkpoints.wait()
+
     def _save(self, is_best: bool) -> None:
         self.ranks.phase("checkpoint")
+        self._saved = self.finished
         plain = self.learner.plain() | {"history": self.history}
         self.checkpoints.save(self.finished, self.learner.tensors(), plain, is_best=is_best)
 

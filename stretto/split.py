@@ -2,7 +2,8 @@
 
 Tensor first (layers), then Ulysses (tokens), then FSDP2 (what is left of the parameters, over the data and the
 Ulysses ranks of a replica). Frozen copies that gradients are held against are split alike. The hazard is the order: a
-layer that FSDP2 has sharded can no longer be split.
+layer that FSDP2 has sharded can no longer be split. Beside Ulysses, which splits tokens itself, tensor ranks keep
+them whole.
 """
 
 from torch import nn
@@ -21,15 +22,10 @@ def split_model(config: Config, transformer: nn.Module, ranks: Ranks) -> None:
     if ranks.mesh is None:
         return
     parallel, sizes = config.parallel, ranks.sizes
-    if sizes["tensor"] > 1 and sizes["ulysses"] > 1:
-        raise ValueError(
-            f"parallel.tensor = {sizes['tensor']} with parallel.ulysses = {sizes['ulysses']}: both split attention's "
-            "heads; take one of them, and parallel.shard or parallel.replicate beside it"
-        )
     if sizes["tensor"] > 1:
         from stretto.models.tensor_parallel import split_layers
 
-        split_layers(transformer, ranks.mesh["tensor"], shard_rows=parallel.shard_rows)
+        split_layers(transformer, ranks.mesh["tensor"], shard_rows=parallel.shard_rows and sizes["ulysses"] == 1)
     if sizes["ulysses"] > 1:
         from stretto.models.ulysses import split_sequence
 

@@ -14,14 +14,15 @@ from typing import Any
 from stretto.build import assemble, build_device, build_scoring
 from stretto.choose import choose
 from stretto.config import Config
+from stretto.engine import make_reduction
 from stretto.evaluation import Evaluator
 from stretto.learner import Learner
 from stretto.ranks import Ranks
 from stretto.record.checkpoint import Checkpoints
 from stretto.record.run_folder import RunFolder
 from stretto.record.signals import Signals
-from stretto.reduction import make_reduction
 from stretto.rewards.behind import Scorer
+from stretto.rewards.failures import RewardError
 from stretto.run_record import RunRecord
 
 __all__ = ["train"]
@@ -83,7 +84,11 @@ def loop(config: Config, learner: Learner, record: RunRecord, signals: Signals) 
     """From where the record stands to the last iteration, to the end of patience, or to a signal: its number."""
     record.evaluate_at_start()
     while record.finished < config.run.iterations and not record.patience_ended:
-        metrics = learner.learn(record.finished)
+        try:
+            metrics = learner.learn(record.finished)
+        except RewardError:  # on every rank, and before the weights have moved
+            record.save_as_it_stands()
+            raise
         caught = learner.ranks.most(signals.caught or 0)
         record.write(metrics, must_stop=caught > 0)
         if caught:

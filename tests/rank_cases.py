@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from stretto.learner import Learner
@@ -16,10 +17,13 @@ from stretto.roll import Roller
 from stretto.train import train
 
 
-def trained(recipe: str, overrides: list[str]) -> dict[str, Any]:
-    """Train a recipe here; what this rank saw: latents by sample, and its gradients before the first step."""
+def trained(recipe: str, overrides: list[str], made_up: bool = False) -> dict[str, Any]:
+    """Train a recipe here; what this rank saw: latents by sample, and its gradients before the first step.
+
+    made_up: rewards of a sample's number, not of its picture.
+    """
     seen: dict[str, Any] = {"latents": {}, "noise": {}, "gradient": None}
-    credit, step = Roller._credit, Learner.step
+    credit, gathered, step = Roller._credit, Roller._gathered, Learner.step
 
     def watched(self: Roller, flight: Any, *args: Any) -> Any:
         for trajectory in flight.made:
@@ -45,7 +49,11 @@ def trained(recipe: str, overrides: list[str]) -> dict[str, Any]:
                 return step(self, **how)
         return step(self, **how)
 
+    def invented(self: Roller, trajectories: Any) -> dict[Any, list[float]]:
+        return {place: [float(place.sample * 7 % 5)] for place in gathered(self, trajectories)}
+
     with (
+        mock.patch.object(Roller, "_gathered", invented if made_up else gathered),
         mock.patch.object(Roller, "_credit", watched),
         mock.patch.object(Learner, "step", stepped),
         warnings.catch_warnings(),
@@ -57,6 +65,13 @@ def trained(recipe: str, overrides: list[str]) -> dict[str, Any]:
 
 def _full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def distance(gradient: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Relative L2 of a gradient, by the same names."""
+    assert gradient.keys() == expected.keys()
+    difference = sum(float(np.square(gradient[name] - expected[name]).sum()) for name in expected)
+    return float((difference / sum(float(np.square(value).sum()) for value in expected.values())) ** 0.5)
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

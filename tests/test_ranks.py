@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from stretto.config import Parallel
@@ -84,9 +83,7 @@ def compare(ours: dict[str, Any], one: dict[str, Any], tolerance: float = 1e-6, 
         assert {k: ours["latents"][k] for k in first} == {k: one["latents"][k] for k in first}
     expected = one["gradients"][0]
     for gradient in ours["gradients"]:
-        assert gradient.keys() == expected.keys()
-        difference = sum(float(np.square(gradient[n] - expected[n]).sum()) for n in expected)
-        assert difference**0.5 <= tolerance * sum(float(np.square(g).sum()) for g in expected.values()) ** 0.5
+        assert rank_cases.distance(gradient, expected) <= tolerance
     for mine, theirs in zip(ours["metrics"], one["metrics"], strict=True):
         assert mine["noise_fingerprint"] == theirs["noise_fingerprint"]
         loose = 1e-6 if mine["iteration"] == 0 else 1e-2  # the first step of AdamW enlarges rounding
@@ -101,7 +98,10 @@ def test_the_samples_and_their_gradient_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     one = runs.one(schedule__name=schedule)
     ours = runs.run(num_ranks, schedule__name=schedule)
-    assert ours["metrics"][0]["reduction"] == ("late" if schedule == "reweight" else "coalesced")
+    first = ours["metrics"][0]
+    num_rounds = 2 * -(-5 // num_ranks)  # of every prompt group by itself
+    expected = ("late", num_rounds) if schedule == "reweight" else ("coalesced", 1)
+    assert (first["reduction"], first["reductions"]) == expected  # one bucket
     compare(ours, one)
 
 
@@ -164,6 +164,8 @@ def test_ranks_that_hold_one_model_between_them_give_its_gradient(
         (4, {"parallel__tensor": 2, "schedule__name": "reweight"}),
         (4, {"parallel__tensor": 2, "parallel__shard": 2, "schedule__name": "reweight"}),
         (2, {"parallel__tensor": 2, "parallel__shard_rows": False, "schedule__name": "native"}),
+        (4, {"parallel__tensor": 2, "parallel__ulysses": 2, "schedule__name": "reweight"}),
+        (4, {"parallel__ulysses": 2, "schedule__name": "two_sum", "prompts__samples": 7}),
         (
             2,
             {"parallel__ulysses": 2, "schedule__name": "retain", "objective__kl_beta": 0.5, "tuning__method": "full"},
@@ -193,6 +195,35 @@ def test_a_run_goes_on_with_another_number_of_ranks(runs: Runs) -> None:
         for mine, theirs in zip(metrics, whole["metrics"], strict=True):
             assert mine["noise_fingerprint"] == theirs["noise_fingerprint"]
             assert mine["reward"] == pytest.approx(theirs["reward"], rel=1e-3)
+
+
+FAILING = """
+import torch.distributed as dist
+calls = []
+
+def fails_later(media, prompts):
+    calls.append(len(media))
+    if dist.get_rank() == 1 and len(calls) > 4:
+        raise OSError("the scorer's disk is gone")
+    return [float(m.mean()) for m in media]
+"""
+
+
+def test_a_reward_that_fails_on_one_rank_stops_all_with_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    recipe = (
+        (ROOT / "recipes/digits.toml")
+        .read_text()
+        .replace('name = "digits"', f'name = "{tmp_path}/failing.py:fails_later"')
+    )
+    (tmp_path / "recipe.toml").write_text(recipe)
+    words = overrides(tmp_path / "run", prompts__samples=4, evaluation__every=0, checkpoint__every=0)
+    outcomes = ranks.outcomes(2, rank_cases.trained, str(tmp_path / "recipe.toml"), words, timeout_s=120)
+    for outcome in outcomes:
+        assert outcome.error.startswith("RewardError: reward ")
+        assert "the function raised OSError: the scorer's disk is gone" in outcome.error
+    assert [line["iteration"] for line in rank_cases.metrics_of(tmp_path / "run")] == [0]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["iteration-00000001"]
 
 
 def test_sizes_that_are_not_the_ranks_are_refused_with_the_divisors() -> None:
