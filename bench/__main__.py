@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHES = {"schedules": [], "memory": [], "field": [], "digits": [], "sums": []}
-BENCHES |= {"overlap": ["--emulate"], "sync": ["--emulate"], "llm": [], "gpu": []}
+BENCHES |= {"overlap": ["--emulate"], "sync": ["--emulate"], "ranks": [], "llm": [], "gpu": []}
 WITHOUT_QUICK = ("sums", "gpu")
 CANNOT_RUN_HERE = 2
 

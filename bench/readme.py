@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 
 from bench.overlap_claims import REAL_OPERATIONS, plain
+from bench.ranks import PHASES, WHOLE
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -24,7 +25,7 @@ def results(folder=RESULTS):
     speed, memory, digits = (
         json.loads((folder / f"{n}.json").read_text()) for n in ("schedules", "memory", "digits")
     )
-    parts = [_speed(speed), _memory(memory), _digits(digits), _overlap(folder), _llm(folder)]
+    parts = [_speed(speed), _memory(memory), _digits(digits), _ranks(folder), _overlap(folder), _llm(folder)]
     return "\n".join(line for part in parts if part for line in [*part, ""])
 
 
@@ -93,6 +94,48 @@ def _digits(report):
         f"{difference:.1g}; an iteration takes it {ratio:.2f} times as long (two of eight steps are trained).",
     ]
     return lines
+
+
+def _ranks(folder):
+    if not (folder / "ranks.json").exists():
+        return []
+    report = json.loads((folder / "ranks.json").read_text())
+    cases = {name: case for name, case in report["cases"].items() if name != WHOLE}
+    shown = [p for p in PHASES if any(case["seconds"][p] >= 0.005 for case in cases.values())]
+    lines = [
+        f"One job on 1, 2 and 4 ranks of a machine with {report['cpus']} processors "
+        f"([JSON](bench/results/ranks.json), `{report['command']}`): "
+        "seconds an iteration and by phase ([metrics](docs/metrics.md)), and the largest "
+        "relative difference of the first iteration's reward and gradient norm from one rank's. Four ranks share two "
+        "processors, and seconds say nothing of machines with more:",
+        "",
+        f"| the demo | schedule, reduction | an iteration | {' | '.join(shown)} | blocked | difference | noise |",
+        "|---|---|---|" + "---|" * (len(shown) + 3),
+    ]
+    for name, case in cases.items():
+        seconds = [case["seconds_an_iteration"], *(case["seconds"][p] for p in shown), case["seconds_blocked"]]
+        cells = [f"{value:.2f}" for value in seconds]
+        difference, same = max(case["relative_difference"].values()), "the same" if case["same_noise"] else "another"
+        told = [
+            name,
+            f"{case['schedule']}, {case['reduction']}",
+            *cells,
+            f"{difference:.0e}" if difference else "0",
+            same,
+        ]
+        lines.append(f"| {' | '.join(told)} |")
+    if WHOLE in report["cases"]:
+        lines += ["", _whole(report["cases"][WHOLE])]
+    return lines
+
+
+def _whole(case):
+    before, after = (case[when]["judge/accuracy"] for when in ("before", "after"))
+    spent = ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in case["seconds"].items() if seconds >= 0.5)
+    return (
+        f"The whole demo on two ranks, {case['iterations']} iterations: the judge reads {before:.3f} → {after:.3f} "
+        f"after {case['seconds_of_the_command']:.0f} s, of which {spent}."
+    )
 
 
 def _overlap(folder):

@@ -85,10 +85,7 @@ class FirstFailure:
                 return self._enter(f"rank {self.rank} failed first, in {phase}: {cause}")
             return self._first_or_gone(f"rank {self.rank} noticed in {phase}: {cause}")
         except RuntimeError:
-            return (
-                f"rank {self.rank} failed, in {phase}: {cause}; which rank failed first is not known, for the job's "
-                "store is gone"
-            )
+            return self._own_side(phase, cause, "is gone")
 
     def leave(self, error: BaseException) -> NoReturn:
         """`report` on stderr and end the process, within `bound_s`.
@@ -100,7 +97,8 @@ class FirstFailure:
         code = 2 if is_mendable else 1
         if isinstance(error, KeyboardInterrupt):
             code = 128 + getattr(error, "signal_number", signal.SIGINT)
-        threading.Timer(self.bound_s, os._exit, (code,)).start()
+        own_side = self._own_side(self._phase, one_line(error), "does not answer")
+        threading.Timer(self.bound_s, _end, (own_side, code)).start()
         line = self.report(error)
         if line.startswith(f"rank {self.rank} failed") and not is_mendable:
             traceback.print_exception(error)
@@ -115,6 +113,11 @@ class FirstFailure:
     ) -> None:
         self._stop.set()
         self._thread.join()
+
+    def _own_side(self, phase: str, cause: str, fate: str) -> str:
+        """What this rank alone can tell, where the store `fate`."""
+        told = f"rank {self.rank} failed, in {phase}: {cause}"
+        return f"{told}; which rank failed first is not known, for the job's store {fate}"
 
     def _enter(self, line: str) -> str:
         """Enter a line as the first unless there is one; the line that stands."""
@@ -132,7 +135,9 @@ class FirstFailure:
         gone = [rank for rank in range(self.world_size) if not self._store.check([f"here/{rank}"])]
         if not gone:
             return self._enter(f"{noticed}; every rank is alive")
-        told = ", ".join(f"rank {rank} is gone (killed?), last seen in {self._last_seen(rank)}" for rank in gone[:4])
+        told = ", ".join(
+            f"rank {rank} is gone (killed, or cut off?), last seen in {self._last_seen(rank)}" for rank in gone[:4]
+        )
         more = f", and {len(gone) - 4} more" if len(gone) > 4 else ""
         return self._enter(f"{told}{more}; {noticed}")
 

@@ -4,7 +4,8 @@ torchrun starts the ranks; one process without it is a run of one rank, and ever
 ranks form a mesh replicate x shard x ulysses x tensor: those that differ in the first two axes are data ranks and
 make different samples, the others share a sample. What is said here is small (rewards, metrics, a flag) and goes over
 a gloo group of its own, so that it never stands between the messages of the layers. The hazard is a rank that leaves
-the others waiting: what one rank alone does goes through `on_first`, which tells its error to all.
+the others waiting: what one rank alone does goes through `on_first`, which tells its error to all, and every group is
+made with `parallel.timeout_s`, for PyTorch gives a new one half an hour.
 """
 
 import math
@@ -39,8 +40,10 @@ class Ranks:
     mesh: over `AXES`; None for one process.
     """
 
-    def __init__(self, sizes: Sequence[int], rank: int = 0, mesh: DeviceMesh | None = None) -> None:
-        self.rank, self.mesh = rank, mesh
+    def __init__(
+        self, sizes: Sequence[int], rank: int = 0, mesh: DeviceMesh | None = None, timeout: timedelta | None = None
+    ) -> None:
+        self.rank, self.mesh, self._timeout = rank, mesh, timeout
         self.sizes = dict(zip(AXES, sizes))
         self.world_size = math.prod(sizes)
         sharing = self.sizes["ulysses"] * self.sizes["tensor"]
@@ -69,7 +72,8 @@ class Ranks:
         timeout = timedelta(seconds=parallel.timeout_s)
         with nullcontext() if is_guest else _joined(device_type, timeout) as failures:
             mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=AXES)
-            ranks = cls(sizes, dist.get_rank(), mesh)
+            ranks = cls(sizes, dist.get_rank(), mesh, timeout)
+            ranks._bound(mesh)
             ranks.failures = failures
             ranks._control = dist.new_group(backend="gloo", timeout=timeout)
             yield ranks
@@ -139,7 +143,9 @@ class Ranks:
     def shard_mesh(self) -> DeviceMesh:
         """The ranks that hold one model between them, tensor parallel aside: FSDP2's mesh."""
         assert self.mesh is not None
-        return self.mesh["shard", "ulysses"]._flatten("shard_ulysses")
+        mesh = self.mesh["shard", "ulysses"]._flatten("shard_ulysses")
+        self._bound(mesh)
+        return mesh
 
     def group_of(self, *axes: str) -> dist.ProcessGroup:
         """A new group of the ranks that differ from this one in `axes` alone, in mesh order; all ranks call it."""
@@ -148,14 +154,21 @@ class Ranks:
         lines = self.mesh.mesh.permute(*(AXES.index(axis) for axis in (*kept, *axes)))
         mine = None
         for line in lines.reshape(-1, math.prod(self.sizes[axis] for axis in axes)).tolist():
-            group = dist.new_group(line)
+            group = dist.new_group(line, timeout=self._timeout)
             mine = group if self.rank in line else mine
         assert mine is not None
         return mine
 
     def new_control_group(self) -> dist.ProcessGroup | None:
         """Another gloo group of all ranks, for work in the background; None for one process."""
-        return None if self._control is None else dist.new_group(backend="gloo")
+        return None if self._control is None else dist.new_group(backend="gloo", timeout=self._timeout)
+
+    def _bound(self, mesh: DeviceMesh) -> None:
+        """Let the mesh's groups wait as long as all others: PyTorch makes them with half an hour."""
+        assert self._timeout is not None
+        for group in mesh.get_all_groups():
+            if group is not dist.group.WORLD:
+                dist.distributed_c10d._set_pg_timeout(self._timeout, group)
 
 
 def mesh_sizes(parallel: Parallel, world_size: int) -> tuple[int, ...]:

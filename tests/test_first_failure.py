@@ -35,9 +35,9 @@ def test_every_rank_tells_which_failed_first_in_what_and_why(ranks, culprit):
 @pytest.mark.parametrize(
     ("victims", "busy", "told"),
     [
-        ([0], None, "rank 0 is gone (killed?), last seen in rollout; rank "),
-        ([2], 1, "rank 2 is gone (killed?), last seen in rollout; rank "),
-        ([1, 3], None, "rank 1 is gone (killed?), last seen in rollout, rank 3 is gone (killed?), last seen in roll"),
+        ([0], None, "rank 0 is gone (killed, or cut off?), last seen in rollout; rank "),
+        ([2], 1, "rank 2 is gone (killed, or cut off?), last seen in rollout; rank "),
+        ([1, 3], None, "rank 1 is gone (killed, or cut off?), last seen in rollout, rank 3 is gone (killed, or"),
     ],
 )
 def test_a_killed_rank_is_found_out_by_the_others_and_a_busy_one_is_not_taken_for_it(ranks, victims, busy, told):
@@ -85,7 +85,7 @@ def test_under_torchrun_the_job_goes_on_after_a_kill_and_every_survivor_names_th
     told = [line for line in done.stderr.splitlines() if line.startswith("stretto: error: ")]
     assert told
     assert set(told) == {told[0]}
-    assert told[0].startswith("stretto: error: rank 1 is gone (killed?), last seen in rollout; rank ")
+    assert told[0].startswith("stretto: error: rank 1 is gone (killed, or cut off?), last seen in rollout; rank ")
     assert sorted(done.stdout.split("\n")[:3]) == [f"rank {rank} finished attempt 1" for rank in range(3)]
 
 

@@ -84,7 +84,12 @@ def compare(ours: dict[str, Any], one: dict[str, Any], tolerance: float = 1e-6, 
     expected = one["gradients"][0]
     for gradient in ours["gradients"]:
         assert rank_cases.distance(gradient, expected) <= tolerance
-    for mine, theirs in zip(ours["metrics"], one["metrics"], strict=True):
+    compare_metrics(ours["metrics"], one["metrics"])
+
+
+def compare_metrics(ours: list[dict[str, Any]], one: list[dict[str, Any]]) -> None:
+    """The metrics of two runs, line by line."""
+    for mine, theirs in zip(ours, one, strict=True):
         assert mine["noise_fingerprint"] == theirs["noise_fingerprint"]
         loose = 1e-6 if mine["iteration"] == 0 else 1e-2  # the first step of AdamW enlarges rounding
         for name in ("reward", "reward_std", "grad_norm", "ratio", "zero_spread"):
