@@ -1,11 +1,12 @@
 """One job, the demo, on 1, 2 and 4 ranks of this machine: the same samples and gradient, and what time goes where.
 
-    python -m bench.ranks [--whole] [--ranks 1 2 4] [--iterations N] [--quick] [--json FILE]
+    python -m bench.ranks [--whole] [--ways NAME ...] [--ranks 1 2 4] [--iterations N] [--quick] [--json FILE]
 
 Each number of ranks runs the recipe as a user would, by torchrun, one thread a rank, for a few iterations, of which
-the first is left out of the seconds; once as the recipe says, and once with reweight, whose gradients leave late.
---whole instead runs the recipe to its end on two ranks, judged before and after. The hazard: ranks share this
-machine's processors and its memory's bandwidth, so seconds tell nothing of machines with a processor for every rank.
+the first is left out of the seconds: as the recipe says, and ("one by one") with 4 prompts, one sample a forward and
+reweight, whose gradients leave late. --whole instead runs the recipe to its end on two ranks, judged before and
+after. The hazard: ranks share this machine's processors and its memory's bandwidth, so seconds tell nothing of
+machines with a processor for every rank.
 """
 
 import argparse
@@ -25,13 +26,17 @@ __all__ = ["PHASES", "summarise", "whole"]
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes/digits.toml"
 PHASES = ("rollout", "decode", "reward", "backward", "gather_rewards", "update", "reduction", "optimizer")
-WAYS = {"the recipe's": {}, "reweight": {"schedule.name": "reweight", "sampling.samples_per_forward": 12}}
+WAYS = {
+    "recipe": {},
+    "one by one": {"schedule.name": "reweight", "sampling.samples_per_forward": 1, "prompts.per_iteration": 4},
+}
 WHOLE = "whole, 2 ranks"
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--whole", action="store_true", help="the recipe to its end on two ranks")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--iterations", type=int, default=7, help="the first, which warms up, included")
     parser.add_argument("--quick", action="store_true", help="2 iterations, and --whole 2 as well")
@@ -41,19 +46,22 @@ def main(arguments=None):
         settings = {"run.iterations": 2, "evaluation.every": 1} if options.quick else {}
         cases = {WHOLE: whole(*run(2, settings))}
     else:
-        cases = short(options.ranks, 2 if options.quick else options.iterations)
+        cases = short(options.ways, options.ranks, 2 if options.quick else options.iterations)
     for name, case in cases.items():
         print(f"{name}: {json.dumps(case)}")
     write_part(options.json, "ranks", {"cpus": os.cpu_count()}, cases, is_part=True)
 
 
-def short(ranks, iterations):
+def short(ways, ranks, iterations):
     """A case for every way and number of ranks, compared with the first number's."""
     cases = {}
-    for way, settings in WAYS.items():
-        runs = {n: run(n, {"run.iterations": iterations, "evaluation.every": 0, **settings})[0] for n in ranks}
+    for way in ways:
+        runs = {n: run(n, {"run.iterations": iterations, "evaluation.every": 0, **WAYS[way]})[0] for n in ranks}
         first = runs[ranks[0]]
-        cases |= {f"{way}, {n} ranks": {"num_ranks": n, **summarise(lines, first)} for n, lines in runs.items()}
+        cases |= {
+            f"{way}, {n} rank{'s' * (n > 1)}": {"num_ranks": n, **summarise(lines, first)}
+            for n, lines in runs.items()
+        }
     return cases
 
 

@@ -305,7 +305,8 @@ class Parallel:
     """With `tensor`: also split the tokens between the products (sequence sharding)."""
     reduction: Literal["auto", "late", "coalesced", "per_step"] = "auto"
     """When gradients are summed: sent before their advantage is known and scaled by their owner, once an optimizer
-    step, or at every trained step. `auto`: late with reweight and two_sum, else coalesced."""
+    step, or at every trained step. `auto`: late with two_sum, and with reweight at one sample a forward; else
+    coalesced."""
     optimizer_state: Literal["sharded", "whole"] = "sharded"
     """A replica keeps its share (ZeRO-1), and the new weights are gathered behind the next forward; or all of it."""
     timeout_s: float = 300.0

@@ -10,8 +10,10 @@ from unittest import mock
 import numpy as np
 import torch
 
+from stretto.config import Parallel
 from stretto.learner import Learner
 from stretto.policy.noise import fingerprint
+from stretto.ranks import Ranks
 from stretto.recipe import load_recipe
 from stretto.roll import Roller
 from stretto.train import train
@@ -72,6 +74,16 @@ def distance(gradient: dict[str, Any], expected: dict[str, Any]) -> float:
     assert gradient.keys() == expected.keys()
     difference = sum(float(np.square(gradient[name] - expected[name]).sum()) for name in expected)
     return float((difference / sum(float(np.square(value).sum()) for value in expected.values())) ** 0.5)
+
+
+def timeouts(seconds: float) -> list[float]:
+    """How long each group that a run of two data ranks and two tensor ranks makes would wait, in seconds."""
+    with Ranks.open(Parallel(shard=2, tensor=2, timeout_s=seconds)) as ranks:
+        assert ranks.mesh is not None
+        groups = [ranks._control, ranks.new_control_group(), ranks.group_of("shard"), ranks.shard_mesh.get_group()]
+        groups += [ranks.mesh["tensor"].get_group(), ranks.mesh["shard"].get_group()]
+        backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
+        return [backend.options._timeout.total_seconds() for backend in backends]
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -47,10 +47,10 @@ def test_the_readme_tells_each_number_of_ranks_and_the_whole_run(tmp_path):
     one = [line(0, -4.0, 9.0), line(1, -3.0, 1.0)]
     ended = line(1, -1.0, 2.0, evaluation={"judge/accuracy": 0.9})
     cases = {
-        "the recipe's, 1 ranks": summarise(one, one),
+        "recipe, 1 rank": summarise(one, one),
         WHOLE: whole([line(0, -4.0, 1.0, evaluation_at_start={"judge/accuracy": 0.5}), ended], 20.0),
     }
     (tmp_path / "ranks.json").write_text(json.dumps({"command": "a command", "cpus": 2, "cases": cases}))
     told = readme._ranks(tmp_path)
-    assert "| the recipe's, 1 ranks | retain, coalesced | 1.50 | 1.00 | 0.50 | 0.10 | 0 | the same |" in told
+    assert "| recipe, 1 rank | retain, coalesced | 1.50 | 1.00 | 0.50 | 0.10 | 0 | the same |" in told
     assert told[-1].endswith("0.500 → 0.900 after 20 s, of which rollout 3, backward 1.")

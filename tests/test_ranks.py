@@ -242,6 +242,10 @@ def test_sizes_that_are_not_the_ranks_are_refused_with_the_divisors() -> None:
         mesh_sizes(Parallel(ulysses=2), 1)
 
 
+def test_every_group_waits_as_long_as_the_run_says_and_not_half_an_hour(ranks: Ranks) -> None:
+    assert ranks.run(4, rank_cases.timeouts, 7.0) == [[7.0] * 6] * 4
+
+
 def test_every_rank_learns_why_the_run_folder_cannot_be_used(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     words = overrides(tmp_path / "file")
