@@ -104,7 +104,7 @@ def _ranks(folder):
     shown = [p for p in PHASES if any(case["seconds"][p] >= 0.005 for case in cases.values())]
     lines = [
         f"One job on 1, 2 and 4 ranks of a machine with {report['cpus']} processors "
-        f"([JSON](bench/results/ranks.json), `{report['command']}`): "
+        "([JSON](bench/results/ranks.json), `python -m bench.ranks`, then `--whole`): "
         "seconds an iteration and by phase ([metrics](docs/metrics.md)), and the largest "
         "relative difference of the first iteration's reward and gradient norm from one rank's. Four ranks share two "
         "processors, and seconds say nothing of machines with more:",
