@@ -39,6 +39,7 @@ __all__ = [
     "build_steps_rule",
     "choose_weights",
     "prepare_process",
+    "refuse_ranks",
 ]
 
 
@@ -187,6 +188,16 @@ def build_prompts(config: Config, adapter: Adapter) -> Prompts:
     if not adapter.prompts:
         raise ValueError(f"prompts.file is empty and {config.model.adapter} has no prompts of its own; name a file")
     return Prompts(list(adapter.prompts))
+
+
+def refuse_ranks(verb: str) -> None:
+    """Raise ValueError where torchrun started several ranks of a verb that runs on one process."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        raise ValueError(
+            f"WORLD_SIZE = {world_size}: stretto {verb} runs on one process; start it without torchrun (train alone "
+            "takes several ranks)"
+        )
 
 
 def prepare_process(config: Config) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.build import assemble
+from stretto.build import assemble, refuse_ranks
 from stretto.choose import Choice, make_chosen
 from stretto.config import Config
 from stretto.policy import AdvantageRule, Batch, Policy, SampleKey, Schedule
@@ -54,6 +54,7 @@ class Row:
 
 def check(config: Config, json_file: Path | None = None) -> None:
     """Print the table of a recipe, and write it to `json_file`. Raises ValueError for what the user can mend."""
+    refuse_ranks("check")
     run = assemble(config)
     batches = run.feed.first_wave()
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stretto.build import build_adapter, build_device, build_prompts, build_sigmas, prepare_process
+from stretto.build import build_adapter, build_device, build_prompts, build_sigmas, prepare_process, refuse_ranks
 from stretto.config import Config
 from stretto.evaluation import EVALUATION, MAX_PROMPTS
 from stretto.models.base import Adapter
@@ -63,6 +63,7 @@ def sample(
     live weights; the base where a recipe has no checkpoint yet. which: `newest` (None takes it), `best` or the number
     of an iteration. Raises ValueError where any of these is not there, and for an `out` with another call's pictures.
     """
+    refuse_ranks("sample")
     if seed is not None and not 0 <= seed < 2**63:
         raise ValueError(f"--seed {seed}: take a seed in 0..2**63 - 1")
     if out is not None:

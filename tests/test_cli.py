@@ -123,6 +123,13 @@ def test_torchrun_runs_the_module():
     assert json.loads(ended.stdout)["packages"]["torch"]
 
 
+@pytest.mark.parametrize("verb", ["check", "sample"])
+def test_verbs_of_one_process_are_refused_under_torchrun(recipe, monkeypatch, capsys, verb):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([verb, recipe]) == 2
+    assert capsys.readouterr().err.startswith(f"stretto: error: WORLD_SIZE = 2: stretto {verb} runs on one process")
+
+
 def test_sizes_that_are_not_the_ranks_are_refused(recipe, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", recipe, "--parallel.shard", "3"]) == 2

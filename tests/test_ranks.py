@@ -24,7 +24,7 @@ SMALL = {
     "advantage.std": "group",
     "objective.kl_beta": 0,
     "schedule.race": 0,
-    "evaluation.every": 2,
+    "evaluation.every": 0,
     "evaluation.samples": 3,
     "tuning.rank": 4,
     "tuning.alpha": 8,
@@ -115,16 +115,19 @@ def test_the_samples_and_their_gradient_do_not_depend_on_the_number_of_ranks(
     [
         {"parallel__reduction": "coalesced", "schedule__name": "reweight"},
         {"parallel__reduction": "per_step", "schedule__name": "native"},
-        {"parallel__reduction": "per_step", "schedule__name": "retain", "parallel__optimizer_state": "whole"},
-        {"schedule__name": "native"},
+        pytest.param(
+            {"parallel__reduction": "per_step", "schedule__name": "retain", "parallel__optimizer_state": "whole"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"schedule__name": "native"}, marks=pytest.mark.slow),
         {"schedule__name": "hybrid"},
         {"schedule__name": "two_sum", "prompts__samples": 7},
         {"schedule__name": "reweight", "objective__kl_beta": 0.5},
         {"schedule__name": "reweight", "parallel__optimizer_state": "whole", "tuning__method": "full"},
         {"schedule__name": "reweight", "advantage__std": "global"},
-        {"schedule__name": "reweight", "scoring__behind": False},
+        pytest.param({"schedule__name": "reweight", "scoring__behind": False}, marks=pytest.mark.slow),
         {"schedule__name": "reweight", "optimizer__updates_per_rollout": 2},
-        {"schedule__name": "reweight", "prompts__samples": 2},
+        pytest.param({"schedule__name": "reweight", "prompts__samples": 2}, marks=pytest.mark.slow),
         {"objective__reduction": "sum", "trained_steps__rule": "random_window", "trained_steps__start_max": 1},
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values()),
@@ -137,17 +140,23 @@ def test_every_schedule_and_reduction_gives_the_gradient_of_one_process(runs: Ru
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
-        (3, {"parallel__shard": 3, "schedule__name": "reweight"}),
+        pytest.param(*(3, {"parallel__shard": 3, "schedule__name": "reweight"}), marks=pytest.mark.slow),
         (
             3,
             {"parallel__shard": 3, "schedule__name": "reweight", "objective__kl_beta": 0.5, "tuning__method": "full"},
         ),
-        (2, {"parallel__shard": 2, "schedule__name": "reweight", "parallel__reduction": "coalesced"}),
+        pytest.param(
+            *(2, {"parallel__shard": 2, "schedule__name": "reweight", "parallel__reduction": "coalesced"}),
+            marks=pytest.mark.slow,
+        ),
         (3, {"parallel__shard": 3, "schedule__name": "native", "parallel__reduction": "per_step"}),
         (2, {"parallel__shard": 2, "schedule__name": "two_sum", "prompts__samples": 7}),
         (3, {"parallel__shard": 3, "schedule__name": "retain", "tuning__method": "full", "objective__kl_beta": 0.5}),
         (4, {"parallel__shard": 2, "schedule__name": "reweight"}),
-        (4, {"parallel__shard": 2, "schedule__name": "native", "parallel__reduction": "per_step"}),
+        pytest.param(
+            *(4, {"parallel__shard": 2, "schedule__name": "native", "parallel__reduction": "per_step"}),
+            marks=pytest.mark.slow,
+        ),
         (3, {"parallel__shard": 3, "schedule__name": "reweight", "optimizer__updates_per_rollout": 2}),
     ],
     ids=lambda case: "-".join(str(value) for value in case.values()) if isinstance(case, dict) else str(case),
@@ -163,12 +172,18 @@ def test_ranks_that_hold_one_model_between_them_give_its_gradient(
     ("num_ranks", "settings"),
     [
         (3, {"parallel__ulysses": 3, "schedule__name": "reweight"}),
-        (4, {"parallel__ulysses": 2, "schedule__name": "reweight", "parallel__optimizer_state": "whole"}),
+        pytest.param(
+            *(4, {"parallel__ulysses": 2, "schedule__name": "reweight", "parallel__optimizer_state": "whole"}),
+            marks=pytest.mark.slow,
+        ),
         (4, {"parallel__ulysses": 2, "parallel__shard": 2, "schedule__name": "reweight"}),
         (2, {"parallel__tensor": 2, "schedule__name": "retain"}),
-        (4, {"parallel__tensor": 2, "schedule__name": "reweight"}),
+        pytest.param(*(4, {"parallel__tensor": 2, "schedule__name": "reweight"}), marks=pytest.mark.slow),
         (4, {"parallel__tensor": 2, "parallel__shard": 2, "schedule__name": "reweight"}),
-        (2, {"parallel__tensor": 2, "parallel__shard_rows": False, "schedule__name": "native"}),
+        pytest.param(
+            *(2, {"parallel__tensor": 2, "parallel__shard_rows": False, "schedule__name": "native"}),
+            marks=pytest.mark.slow,
+        ),
         (4, {"parallel__tensor": 2, "parallel__ulysses": 2, "schedule__name": "reweight"}),
         (4, {"parallel__ulysses": 2, "schedule__name": "two_sum", "prompts__samples": 7}),
         (
@@ -188,18 +203,21 @@ def test_batches_give_the_same_gradient_to_rounding(runs: Runs) -> None:
     compare(ours, runs.one(schedule__name="retain"), tolerance=1e-5, is_bitwise=False)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(runs: Runs) -> None:
-    for schedule in ("reweight", "retain"):
-        whole = runs.one(schedule__name=schedule, run__iterations=4)
-        folder = runs.folder / f"elastic-{schedule}"
-        for until, num_ranks in ((1, 3), (2, 4), (3, 1), (4, 2)):
-            words = overrides(folder, schedule__name=schedule, run__iterations=until, run__resume="auto")
-            runs.ranks.run(num_ranks, rank_cases.trained, str(ROOT / "recipes/digits.toml"), words, timeout_s=120)
-        metrics = rank_cases.metrics_of(folder)
-        assert [line["iteration"] for line in metrics] == [0, 1, 2, 3]
-        for mine, theirs in zip(metrics, whole["metrics"], strict=True):
-            assert mine["noise_fingerprint"] == theirs["noise_fingerprint"]
-            assert mine["reward"] == pytest.approx(theirs["reward"], rel=1e-3)
+@pytest.mark.parametrize("schedule", ["reweight", pytest.param("retain", marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_another_number_of_ranks(runs: Runs, schedule: str) -> None:
+    settings = {"schedule__name": schedule, "evaluation__every": 2}
+    whole = runs.one(**settings, run__iterations=4)
+    folder = runs.folder / f"elastic-{schedule}"
+    for until, num_ranks in ((1, 3), (2, 4), (3, 1), (4, 2)):
+        words = overrides(folder, **settings, run__iterations=until, run__resume="auto")
+        runs.ranks.run(num_ranks, rank_cases.trained, str(ROOT / "recipes/digits.toml"), words, timeout_s=120)
+    metrics = rank_cases.metrics_of(folder)
+    assert [line["iteration"] for line in metrics] == [0, 1, 2, 3]
+    for mine, theirs in zip(metrics, whole["metrics"], strict=True):
+        assert mine["noise_fingerprint"] == theirs["noise_fingerprint"]
+        assert mine["reward"] == pytest.approx(theirs["reward"], rel=1e-3)
+        if "evaluation" in theirs:
+            assert mine["evaluation"]["reward"] == pytest.approx(theirs["evaluation"]["reward"], rel=1e-3)
 
 
 FAILING = """
