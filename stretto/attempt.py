@@ -9,15 +9,27 @@ starts: `timeout` ends the wait.
 """
 
 import json
+import os
 import time
 import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["store_of_this_attempt"]
+__all__ = ["store_of_all_attempts", "store_of_this_attempt"]
 
 _POLL_S = 0.05
+
+
+def store_of_all_attempts() -> dist.Store | None:
+    """What every start of a job under torchrun shares; None where no agent keeps a store.
+
+    A connection of its own to the agent's; one rank alone may ask.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.PrefixStore("stretto/job", dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
 
 
 def store_of_this_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

@@ -1,9 +1,10 @@
 """Which schedule a run uses when the recipe says `auto`.
 
-The rule: with KL or best-of-n retain, else reweight (batched where it can be). Then a short race on the first wave
-of samples against native at its best, with batched replay, because on a small model that can win. The gradients of
-the race are thrown away and it calls no reward, so a run does not depend on it; the choice goes into the checkpoint,
-so that a resumed run does not race again, unless the settings that it was made for have changed.
+The rule: what the reduction asks for; with KL or best-of-n retain, else reweight (batched where it can be). Then a
+short race on the first wave of samples against native at its best, with batched replay, because on a small model that
+can win. The gradients of the race are thrown away and it calls no reward, so a run does not depend on it; the choice
+goes into the checkpoint, so that a resumed run does not race again, unless the settings that it was made for have
+changed.
 """
 
 import hashlib
@@ -73,6 +74,8 @@ def _default(config: Config, policy: Policy) -> tuple[str, str]:
     parallel = config.parallel
     if parallel.reduction == "per_step":
         return "native", "reduces at every trained step, where only native's and retain's advantages are known"
+    if parallel.reduction == "late":
+        return "reweight", "what leaves before its advantage is known is made by reweight"
     if config.objective.kl_beta:
         return "retain", "with KL, reweight would pay a second vector-Jacobian product"
     if config.advantage.best or config.advantage.worst:

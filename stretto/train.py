@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from stretto.attempt import store_of_all_attempts
 from stretto.build import assemble, build_device, build_scoring
 from stretto.choose import choose
 from stretto.config import Config
@@ -60,11 +61,22 @@ def train(config: Config) -> None:
 
 @contextmanager
 def open_folder(config: Config, ranks: Ranks) -> Iterator[RunFolder | None]:
-    """Rank 0 holds the run folder; every rank learns why it cannot. A restart by torchrun goes on with the run."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Rank 0 holds the run folder; every rank learns why it cannot.
+
+    A restart by torchrun goes on with the run that its job began here, and with none that was there before.
+    """
     held: list[RunFolder] = []
-    resume = "auto" if restarted else config.run.resume
-    ranks.on_first(lambda: held.append(RunFolder.open(Path(config.run.folder), resume)))
+
+    def hold() -> None:
+        store, path = store_of_all_attempts(), Path(config.run.folder)
+        key = f"began/{path.resolve()}"
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        began = restarts > 0 if store is None else store.check([key])
+        held.append(RunFolder.open(path, "auto" if began else config.run.resume))
+        if store is not None:
+            store.set(key, "")
+
+    ranks.on_first(hold)
     with held[0] if held else nullcontext() as folder:
         yield folder
 

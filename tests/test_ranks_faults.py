@@ -1,0 +1,48 @@
+"""What goes wrong around many ranks: settings that disagree, restarts, rewards that fail on some ranks."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from stretto.choose import choose
+from stretto.ranks import Ranks as RunRanks
+from stretto.recipe import load_recipe
+from stretto.train import open_folder
+
+RECIPE = Path(__file__).parent.parent / "recipes/digits.toml"
+
+
+@pytest.mark.parametrize("why", [{"objective.kl_beta": 0.5}, {"advantage.best": 1}, {"objective.kl_beta": 0}])
+def test_auto_takes_the_schedule_that_the_recipes_late_reduction_needs(why: dict[str, Any]) -> None:
+    words = [word for key, value in why.items() for word in (f"--{key}", str(value))]
+    config = load_recipe(RECIPE, [*words, "--parallel.reduction", "late"])
+    choice = choose(config, SimpleNamespace(policy=None), num_ranks=2)  # type: ignore[arg-type]
+    assert choice.name == "reweight"
+
+
+def test_a_restart_goes_on_with_its_jobs_own_run_and_not_with_one_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    config = load_recipe(RECIPE, ["--run.folder", str(tmp_path / "run")])
+    alone = RunRanks((1, 1, 1, 1))
+
+    def start(restarts: int) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        with open_folder(config, alone) as folder:
+            assert folder is not None
+            folder.metrics.write_text('{"iteration": 0}\n')
+
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    start(0)
+    start(0)  # its host was not the one that counts the restart
+    another = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_PORT", str(another.port))
+    for restarts in (0, 1):
+        with pytest.raises(ValueError, match=r"already holds a run; go on with it \(--resume auto\)"):
+            start(restarts)
