@@ -75,6 +75,7 @@ class Learner:
         o = self.config.optimizer
         with self.policy.stopwatch.phase("reduction"):
             self.reduction.finish(was_provisional=was_provisional)
+            self._fill_up()
         with self.policy.stopwatch.phase("optimizer"):
             norm = self.reduction.norm()
             grad_norm = float(norm)
@@ -96,6 +97,12 @@ class Learner:
                 self.num_optimizer_steps += 1
             self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "skipped_steps": float(is_spike), "lr": lr}
+
+    def _fill_up(self) -> None:
+        """No gradient is one of zeros, whatever the schedule and the reduction: its moments decay all the same."""
+        for parameter in self.reduction.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _clip(self, norm: Tensor) -> None:
         """Scale the gradient down to `optimizer.clip_norm`."""

@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from stretto.choose import choose
 from stretto.ranks import Ranks as RunRanks
 from stretto.recipe import load_recipe
 from stretto.train import open_folder
+from tests import rank_cases
+from tests.ranks import Ranks
+from tests.test_ranks import overrides
 
 RECIPE = Path(__file__).parent.parent / "recipes/digits.toml"
 
@@ -46,3 +50,34 @@ def test_a_restart_goes_on_with_its_jobs_own_run_and_not_with_one_that_was_there
     for restarts in (0, 1):
         with pytest.raises(ValueError, match=r"already holds a run; go on with it \(--resume auto\)"):
             start(restarts)
+
+
+FIRST_ALONE = """
+first = []
+
+def first_alone(media, prompts):
+    first.extend(prompts[:1] if not first else [])
+    return [float(m.mean()) if prompt == first[0] else 0.5 for m, prompt in zip(media, prompts)]
+"""
+
+
+def test_what_teaches_nothing_moves_the_weights_alike_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(FIRST_ALONE)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.read_text().replace('"digits"\n\n[adv', f'"{tmp_path}/reward.py:first_alone"\n\n[adv'))
+    saved = {}
+    for num_ranks, schedule in ((1, "reweight"), (1, "retain"), (2, "retain")):
+        folder = tmp_path / f"{num_ranks}-{schedule}"
+        settings = {
+            "run__iterations": 3,
+            "prompts__shuffle": False,
+            "prompts__per_iteration": 1,
+            "sampling__steps": 3,
+        }
+        words = overrides(folder, schedule__name=schedule, prompts__samples=2, evaluation__every=0, **settings)
+        ranks.run(num_ranks, rank_cases.trained, str(recipe), words, timeout_s=120)
+        assert [line["zero_spread"] for line in rank_cases.metrics_of(folder)] == [0, 1, 1]
+        weights = load_file(next((folder / "weights/live").glob("*.safetensors")))
+        saved[num_ranks, schedule] = {name: value.numpy() for name, value in weights.items()}
+    for weights in saved.values():
+        assert rank_cases.distance(weights, saved[1, "reweight"]) < 1e-4
