@@ -18,6 +18,7 @@ RESULTS = ROOT / "bench/results"
 BEGIN = "<!-- results: written by `python -m bench.readme` from bench/results/*.json -->\n"
 END = "<!-- end of results -->\n"
 SPEED = ("retain", "reweight", "two_sum")
+SYNC = "4 ranks, full, 0.8 F"
 
 
 def results(folder=RESULTS):
@@ -25,7 +26,15 @@ def results(folder=RESULTS):
     speed, memory, digits = (
         json.loads((folder / f"{n}.json").read_text()) for n in ("schedules", "memory", "digits")
     )
-    parts = [_speed(speed), _memory(memory), _digits(digits), _ranks(folder), _overlap(folder), _llm(folder)]
+    parts = [
+        _speed(speed),
+        _memory(memory),
+        _digits(digits),
+        _ranks(folder),
+        _sync(folder),
+        _overlap(folder),
+        _llm(folder),
+    ]
     return "\n".join(line for part in parts if part for line in [*part, ""])
 
 
@@ -136,6 +145,29 @@ def _whole(case):
         f"The whole demo on two ranks, {case['iterations']} iterations: the judge reads {before:.3f} → {after:.3f} "
         f"after {case['seconds_of_the_command']:.0f} s, of which {spent}."
     )
+
+
+def _sync(folder):
+    """The ablation over ranks, from bench.sync's first cell."""
+    if not (folder / "sync.json").exists():
+        return []
+    report = json.loads((folder / "sync.json").read_text())
+    case = report["cases"][SYNC]
+    step = {way: statistics.median(seconds["step"]) for way, seconds in case["seconds"].items()}
+    blocked = {way: statistics.median(seconds["blocked"]) for way, seconds in case["seconds"].items()}
+    ways = [way for way in case["labels"] if "computing" not in way]
+    lines = [
+        f"An iteration on {case['num_ranks']} ranks, full tuning, on an emulated link where one reduction takes "
+        f"{case['rho']:g} forwards, products as sleeps of their measured time ([JSON](bench/results/sync.json), "
+        "`python -m bench.sync --emulate`, [all of it](docs/many-ranks-measured.md)):",
+        "",
+        "| | ms | blocked for gradients | late is faster by |",
+        "|---|---|---|---|",
+    ]
+    for way in ways:
+        ratio = step[way] / step["reweight, late"]
+        lines.append(f"| {way} | {step[way] * 1e3:.0f} | {blocked[way] * 1e3:.1f} | {ratio:.2f} |")
+    return lines
 
 
 def _overlap(folder):
