@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.choose import Choice
@@ -41,6 +41,7 @@ class Replicated(Reduction):
         self.reducer = GradientReducer(
             policy.module,
             ranks.group_of("replicate", "shard", "ulysses"),
+            units=read_from_outside(policy.module) if ranks.world_size > ranks.num_data_ranks else (),
             sharded=is_sharded,
             late_bound=kind == "late",
             average=False,
@@ -148,6 +149,11 @@ class Replicated(Reduction):
         for parameter, gradient in zip(self.parameters.values(), totals.take()):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def read_from_outside(module: nn.Module) -> list[nn.Module]:
+    """The blocks, whose split layers read one another's parameters without calling one another."""
+    return [block for blocks in module.modules() if isinstance(blocks, nn.ModuleList) for block in blocks]
 
 
 def is_split(tensor: Tensor) -> bool:

@@ -81,3 +81,16 @@ def test_what_teaches_nothing_moves_the_weights_alike_on_any_number_of_ranks(ran
         saved[num_ranks, schedule] = {name: value.numpy() for name, value in weights.items()}
     for weights in saved.values():
         assert rank_cases.distance(weights, saved[1, "reweight"]) < 1e-4
+
+
+def test_a_forward_on_split_layers_waits_for_the_weights_that_the_optimizer_moved(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    rewards = []
+    for num_ranks in (1, 2):
+        folder = tmp_path / str(num_ranks)
+        settings = {"tuning__method": "full", "evaluation__every": 0, "prompts__samples": 2, "sampling__steps": 3}
+        words = overrides(folder, schedule__name="retain", prompts__per_iteration=1, **settings)
+        ranks.run(num_ranks, rank_cases.trained, str(RECIPE), [*words, "--parallel.tensor", str(num_ranks)])
+        rewards.append([line["reward"] for line in rank_cases.metrics_of(folder)])
+    assert rewards[1] == pytest.approx(rewards[0], rel=2e-5)

@@ -38,8 +38,9 @@ class Published:
         self.handles: list[Any] = []
         for m in module.modules():
             recurse = any(m is unit for unit in units) or isinstance(m, nn.MultiheadAttention)
-            self.handles.append(m.register_forward_pre_hook(partial(self._before, recurse)))
-            self.handles.append(m.register_state_dict_pre_hook(partial(self._before, False)))
+            mine, own = self._buckets_of(m, recurse), self._buckets_of(m, recurse=False)
+            self.handles.append(m.register_forward_pre_hook(partial(self._before, mine)))
+            self.handles.append(m.register_state_dict_pre_hook(partial(self._before, own)))
 
     def send(self, owned: Sequence[Tensor], thread: Worker, peers: Peers, *, check: bool) -> None:
         """Start to send every bucket's own shard, the first layers' first.
@@ -62,10 +63,13 @@ class Published:
             handle.remove()
         self._arriving.clear()
 
-    def _before(self, recurse: bool, module: nn.Module, *_: Any) -> None:
-        if self._arriving:
-            mine = {self._bucket_of.get(id(p)) for p in module.parameters(recurse=recurse)}
-            self._receive([index for index in list(self._arriving) if index in mine])
+    def _buckets_of(self, module: nn.Module, recurse: bool) -> set[int]:
+        """Looked up here and not in a forward, where other tensors may stand in for the parameters."""
+        ids = (id(p) for p in module.parameters(recurse=recurse))
+        return {self._bucket_of[i] for i in ids if i in self._bucket_of}
+
+    def _before(self, mine: set[int], *_: Any) -> None:
+        self._receive([index for index in list(self._arriving) if index in mine])
 
     def _receive(self, indices: list[int]) -> None:
         for index in indices:
