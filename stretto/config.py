@@ -309,7 +309,7 @@ class Parallel:
     coalesced."""
     optimizer_state: Literal["sharded", "whole"] = "sharded"
     """A replica keeps its share (ZeRO-1), and the new weights are gathered behind the next forward; or all of it."""
-    timeout_s: float = 300.0
+    timeout_s: float = 600.0
     """Seconds after which a rank that waits for another gives up, and the run ends on every rank."""
 
 

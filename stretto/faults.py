@@ -110,7 +110,7 @@ _BOUNDS = {
     "parallel.shard": _at_least(1),
     "parallel.ulysses": _at_least(1),
     "parallel.tensor": _at_least(1),
-    "parallel.timeout_s": _positive(),
+    "parallel.timeout_s": _Bound(lambda seconds: 0 < seconds <= 1e6, "take seconds in (0, 1000000]"),
 }
 
 
@@ -272,6 +272,14 @@ def _parallel_conflicts(config: Config) -> Iterator[Fault]:
     if config.scoring.on_failure == "skip" and schedule == "two_sum":
         way_out = 'two sums fold a sample before it is known whether its group is whole; take "stop" or "reweight"'
         yield _fault(config, "scoring.on_failure", way_out, "schedule.name")
+    scoring = config.scoring
+    waits = sum(min(scoring.backoff_s * 2.0**n, 60.0) for n in range(min(scoring.attempts, 1000) - 1))
+    bound_s = scoring.attempts * scoring.timeout_s + waits
+    if any("://" in reward.name for reward in config.rewards) and bound_s >= parallel.timeout_s:
+        way_out = (
+            f"a rank may wait {bound_s:g} s for a service by [scoring], and the others give up before; take more"
+        )
+        yield _fault(config, "parallel.timeout_s", way_out, "scoring.attempts", "scoring.timeout_s")
     in_step = parallel.shard > 1 or parallel.reduction == "per_step"
     if in_step and config.schedule.replay_batch != 1:
         way_out = "sharded ranks, and ranks that reduce at every step, replay one batch at a time; take 1"

@@ -135,7 +135,8 @@ class Ranks:
         if failure is not None:
             raise failure
         if outcome[1] is not None:
-            raise ValueError(outcome[1]) if isinstance(outcome[1], str) else outcome[1]
+            told = ValueError(outcome[1]) if isinstance(outcome[1], str) else outcome[1]
+            raise told from dist.DistError("rank 0 raised it")
         result: T = outcome[0]
         return result
 

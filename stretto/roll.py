@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stretto.build import Assembly
@@ -165,7 +166,7 @@ class Roller:
             raise failure
         for _, theirs in parts:
             if theirs is not None:
-                raise RewardError(*theirs)
+                raise RewardError(*theirs) from dist.DistError("another rank raised it")
         return {place: row for part, _ in parts for place, row in part.items()}
 
     def _advantages(

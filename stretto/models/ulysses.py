@@ -108,8 +108,8 @@ def _checked(transformer: Any, world_size: int) -> list[Any]:
     if num_heads < world_size:
         divisors = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
         raise ValueError(
-            f"num_heads={num_heads} cannot be split over {world_size} ranks; set parallel.ulysses to a divisor of "
-            f"{num_heads} ({divisors})"
+            f"num_heads={num_heads} cannot be split over {world_size} ranks; set parallel.ulysses to at most "
+            f"{num_heads} (divisors of it, {divisors}, give every rank as many)"
         )
     return attentions
 

@@ -113,7 +113,8 @@ def test_what_cannot_be_split_is_one_clear_line(ranks: Ranks) -> None:
     found = ranks.run(4, ulysses_cases.refused)[0]
     assert found == {
         "rows": "its layers are split with sharded rows; beside parallel.ulysses split them with rows whole",
-        "heads": "num_heads=2 cannot be split over 4 ranks; set parallel.ulysses to a divisor of 2 (1, 2)",
+        "heads": "num_heads=2 cannot be split over 4 ranks; set parallel.ulysses to at most 2 (divisors "
+        "of it, 1, 2, give every rank as many)",
         "class": "Linear cannot be split by sequence; FluxTransformer2DModel and WanTransformer3DModel of diffusers "
         "can",
         "twice": "this transformer is split by sequence already",
