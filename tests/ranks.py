@@ -219,6 +219,7 @@ def _listen(pipe: Connection, messages: "queue.SimpleQueue[tuple[Any, ...]]") ->
 def _enter_world(rank: int, store: dist.Store, number: int, num_ranks: int, timeout_s: float) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_shardings()
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(f"world {number}", store),
@@ -226,6 +227,14 @@ def _enter_world(rank: int, store: dist.Store, number: int, num_ranks: int, time
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def _forget_shardings() -> None:
+    """DTensor keeps what it found out by mesh, and to it a mesh of the former world equals one of this."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def _run_case(path: list[str], pickled: bytes) -> Any:

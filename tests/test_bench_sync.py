@@ -98,6 +98,7 @@ def test_without_root_the_bench_says_so_and_ends_with_two(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "available")
+@pytest.mark.slow
 def test_a_cell_is_measured_judged_and_written(tmp_path, capsys):
     file = tmp_path / "sync.json"
     sync.main(["--emulate", "--quick", "--tolerance", "9", "--json", str(file), "--only", "2 ranks, full, 0.8 F"])

@@ -24,7 +24,7 @@ def ranks():
     ranks.close()
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize("culprit", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_rank_tells_which_failed_first_in_what_and_why(ranks, culprit):
     outcomes = ranks.run(3, cases.one_raises, culprit, "the rollout")
     line = f"rank {culprit} failed first, in the rollout: lr = -1: take a positive one"
@@ -48,6 +48,7 @@ def test_a_killed_rank_is_found_out_by_the_others_and_a_busy_one_is_not_taken_fo
     assert " noticed in reduction: RuntimeError: " in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_not_called_gone(ranks):
     here, late, other = ranks.run(3, cases.nobody_comes)
     assert late is None
@@ -79,6 +80,7 @@ def torchrun(act, restarts):
     return done, time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_job_goes_on_after_a_kill_and_every_survivor_names_the_victim():
     done, _ = torchrun("kill", 1)
     assert done.returncode == 0, done.stderr

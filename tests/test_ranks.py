@@ -11,6 +11,7 @@ from tests import rank_cases
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "reweight"), (3, "retain"), (4, "retain"))]
 SMALL = {
     "run.iterations": 2,
     "run.threads": 1,
@@ -96,8 +97,7 @@ def compare_metrics(ours: list[dict[str, Any]], one: list[dict[str, Any]]) -> No
             assert mine[name] == pytest.approx(theirs[name], rel=loose)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("schedule", ["reweight", "retain"])
+@pytest.mark.parametrize(("num_ranks", "schedule"), [(2, "retain"), (3, "reweight"), (4, "reweight"), *SLOW])
 def test_the_samples_and_their_gradient_do_not_depend_on_the_number_of_ranks(
     runs: Runs, num_ranks: int, schedule: str
 ) -> None:
@@ -113,18 +113,18 @@ def test_the_samples_and_their_gradient_do_not_depend_on_the_number_of_ranks(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"parallel__reduction": "coalesced", "schedule__name": "reweight"},
+        pytest.param({"parallel__reduction": "coalesced", "schedule__name": "reweight"}, marks=pytest.mark.slow),
         {"parallel__reduction": "per_step", "schedule__name": "native"},
         pytest.param(
             {"parallel__reduction": "per_step", "schedule__name": "retain", "parallel__optimizer_state": "whole"},
             marks=pytest.mark.slow,
         ),
         pytest.param({"schedule__name": "native"}, marks=pytest.mark.slow),
-        {"schedule__name": "hybrid"},
-        {"schedule__name": "two_sum", "prompts__samples": 7},
+        pytest.param({"schedule__name": "hybrid"}, marks=pytest.mark.slow),
+        pytest.param({"schedule__name": "two_sum", "prompts__samples": 7}, marks=pytest.mark.slow),
         {"schedule__name": "reweight", "objective__kl_beta": 0.5},
         {"schedule__name": "reweight", "parallel__optimizer_state": "whole", "tuning__method": "full"},
-        {"schedule__name": "reweight", "advantage__std": "global"},
+        pytest.param({"schedule__name": "reweight", "advantage__std": "global"}, marks=pytest.mark.slow),
         pytest.param({"schedule__name": "reweight", "scoring__behind": False}, marks=pytest.mark.slow),
         {"schedule__name": "reweight", "optimizer__updates_per_rollout": 2},
         pytest.param({"schedule__name": "reweight", "prompts__samples": 2}, marks=pytest.mark.slow),
@@ -149,15 +149,34 @@ def test_every_schedule_and_reduction_gives_the_gradient_of_one_process(runs: Ru
             *(2, {"parallel__shard": 2, "schedule__name": "reweight", "parallel__reduction": "coalesced"}),
             marks=pytest.mark.slow,
         ),
-        (3, {"parallel__shard": 3, "schedule__name": "native", "parallel__reduction": "per_step"}),
-        (2, {"parallel__shard": 2, "schedule__name": "two_sum", "prompts__samples": 7}),
-        (3, {"parallel__shard": 3, "schedule__name": "retain", "tuning__method": "full", "objective__kl_beta": 0.5}),
+        pytest.param(
+            *(3, {"parallel__shard": 3, "schedule__name": "native", "parallel__reduction": "per_step"}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(2, {"parallel__shard": 2, "schedule__name": "two_sum", "prompts__samples": 7}), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *(
+                3,
+                {
+                    "parallel__shard": 3,
+                    "schedule__name": "retain",
+                    "tuning__method": "full",
+                    "objective__kl_beta": 0.5,
+                },
+            ),
+            marks=pytest.mark.slow,
+        ),
         (4, {"parallel__shard": 2, "schedule__name": "reweight"}),
         pytest.param(
             *(4, {"parallel__shard": 2, "schedule__name": "native", "parallel__reduction": "per_step"}),
             marks=pytest.mark.slow,
         ),
-        (3, {"parallel__shard": 3, "schedule__name": "reweight", "optimizer__updates_per_rollout": 2}),
+        pytest.param(
+            *(3, {"parallel__shard": 3, "schedule__name": "reweight", "optimizer__updates_per_rollout": 2}),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda case: "-".join(str(value) for value in case.values()) if isinstance(case, dict) else str(case),
 )
@@ -176,7 +195,9 @@ def test_ranks_that_hold_one_model_between_them_give_its_gradient(
             *(4, {"parallel__ulysses": 2, "schedule__name": "reweight", "parallel__optimizer_state": "whole"}),
             marks=pytest.mark.slow,
         ),
-        (4, {"parallel__ulysses": 2, "parallel__shard": 2, "schedule__name": "reweight"}),
+        pytest.param(
+            *(4, {"parallel__ulysses": 2, "parallel__shard": 2, "schedule__name": "reweight"}), marks=pytest.mark.slow
+        ),
         (2, {"parallel__tensor": 2, "schedule__name": "retain"}),
         pytest.param(*(4, {"parallel__tensor": 2, "schedule__name": "reweight"}), marks=pytest.mark.slow),
         (4, {"parallel__tensor": 2, "parallel__shard": 2, "schedule__name": "reweight"}),
@@ -184,7 +205,10 @@ def test_ranks_that_hold_one_model_between_them_give_its_gradient(
             *(2, {"parallel__tensor": 2, "parallel__shard_rows": False, "schedule__name": "native"}),
             marks=pytest.mark.slow,
         ),
-        (4, {"parallel__tensor": 2, "parallel__ulysses": 2, "schedule__name": "reweight"}),
+        pytest.param(
+            *(4, {"parallel__tensor": 2, "parallel__ulysses": 2, "schedule__name": "reweight"}),
+            marks=pytest.mark.slow,
+        ),
         (4, {"parallel__ulysses": 2, "schedule__name": "two_sum", "prompts__samples": 7}),
         (
             2,

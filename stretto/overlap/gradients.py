@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from stretto.overlap import tracing
 from stretto.overlap.buckets import Bucket, in_buckets, spread, sum_in_order, trade_pieces
 from stretto.overlap.late_sums import LateBound, LateSums, as_rows
-from stretto.overlap.loops import sum_dtype
+from stretto.overlap.owned_shards import OwnedShards
 from stretto.overlap.p2p import peers_of
-from stretto.overlap.published import Published, shards_of, whole_of
+from stretto.overlap.published import Published
 from stretto.overlap.sliced import SlicedWeight, sliced_layers
 from stretto.overlap.streams import Made, Worker, made
 
 __all__ = ["GradientReducer"]
 
 
-class GradientReducer(LateBound):
+class GradientReducer(LateBound, OwnedShards):
     """Reduces a module's gradients over a group while backward makes them.
 
     Args:
@@ -192,30 +192,6 @@ class GradientReducer(LateBound):
         for bucket, future in zip(self._buckets, arriving):
             bucket.write_gradients(self._awaited(future))
 
-    def publish(self, *, wait: bool = False) -> None:
-        """Send the own shards' new parameters to everyone, the first layers' first; sharded only.
-
-        The next forward of each layer, and its state dict, wait for its parameters; `wait` waits for all here.
-        """
-        if not self.owned:
-            raise ValueError("this rank owns no parameters to publish; make the reducer with sharded=True")
-        self._published.send(self.owned, self._thread, self._peers, check=self._check)
-        if wait:
-            self._published.receive()
-
-    def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """What goes with `owned` (moments, averages), whole: one tensor a parameter in the module's order.
-
-        Each shard is sent in its own dtype; parameters that are DTensors give DTensors.
-        """
-        submit, peers, pairs = self._thread.submit, self._peers, zip(self._buckets, shards)
-        coming = [submit(b.device, spread, peers, b, made(s), check=self._check, dtype=s.dtype) for b, s in pairs]
-        return whole_of(self._buckets, self._parameters, [self._awaited(future) for future in coming])
-
-    def shards(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The way back from `gather`: a flat own shard a bucket; sends nothing."""
-        return shards_of(self._buckets, self._parameters, values, self._peers.rank)
-
     def close(self) -> None:
         """Give the module back as it was, whatever became of the group; again it does nothing."""
         try:
@@ -235,10 +211,6 @@ class GradientReducer(LateBound):
         self.exposed_s += span.seconds
         self._peers.records.of("gradient reduction", "", (), "direct", 1).exposed_s += span.seconds
         return result
-
-    def _wide_shards(self) -> list[Tensor]:
-        shards = self.shards([p.detach() for p in self._parameters])
-        return [shard.to(sum_dtype(shard.dtype)) for shard in shards]
 
     def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         if self._accumulating:

@@ -34,7 +34,7 @@ CASES = {
 """By ranks. Of the digits' two text tokens four ranks have one, one, none and none."""
 
 
-@pytest.mark.parametrize("num_ranks", CASES)
+@pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=[pytest.mark.slow] if n == 3 else []) for n in CASES])
 def test_a_split_adapter_equals_one_process(ranks: Ranks, num_ranks: int) -> None:
     for one in CASES[num_ranks]:
         ranks.run(num_ranks, cases.on_tensor_axis, one, timeout_s=120)
@@ -52,7 +52,7 @@ def test_image_to_video_equals_one_process(ranks: Ranks, shard_rows: bool) -> No
 
 
 @pytest.mark.parametrize(("family", "shard_rows"), [("flux", True), ("wan", True), ("flux", False)])
-@pytest.mark.parametrize("tuning", ["full", "lora"])
+@pytest.mark.parametrize("tuning", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_tensor_beside_fsdp2_equals_one_process(ranks: Ranks, family: str, tuning: str, shard_rows: bool) -> None:
     ranks.run(4, cases.beside_fsdp, case(family, shard_rows, tuning, checkpointed=tuning == "lora"), timeout_s=120)
 

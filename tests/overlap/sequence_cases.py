@@ -162,8 +162,11 @@ def most_in_flight(schedule: str, num_subslices: int) -> int:
 
 
 def state_goes_with_its_group() -> None:
+    import gc
+
     from stretto.overlap import p2p
 
+    gc.collect()
     before = len(p2p._peers)
     group = dist.new_group()
     peers = peers_of(group)
@@ -172,7 +175,5 @@ def state_goes_with_its_group() -> None:
     del peers
     dist.destroy_process_group(group)
     del group
-    import gc
-
     gc.collect()
     assert len(p2p._peers) == before
