@@ -7,10 +7,9 @@ KILLS is JSON, [[phase, rank, times], ...]: the k-th start of the job is killed 
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
-from stretto.cli import main
+from stretto.__main__ import run
 from stretto.ranks import Ranks
 
 kills, marks = json.loads(os.environ["KILLS"]), Path(os.environ["KILLED"])
@@ -30,4 +29,4 @@ def phase(self: Ranks, name: str) -> None:
 
 
 Ranks.phase = phase  # type: ignore[method-assign]
-sys.exit(main())
+run()
