@@ -219,7 +219,6 @@ def _listen(pipe: Connection, messages: "queue.SimpleQueue[tuple[Any, ...]]") ->
 def _enter_world(rank: int, store: dist.Store, number: int, num_ranks: int, timeout_s: float) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-        _forget_shardings()
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(f"world {number}", store),
@@ -230,7 +229,7 @@ def _enter_world(rank: int, store: dist.Store, number: int, num_ranks: int, time
 
 
 def _forget_shardings() -> None:
-    """DTensor keeps what it found out by mesh, and to it a mesh of the former world equals one of this."""
+    """DTensor keeps what it found out by mesh, and to it a mesh of a former case, its groups gone, equals a new."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -239,5 +238,6 @@ def _forget_shardings() -> None:
 
 def _run_case(path: list[str], pickled: bytes) -> Any:
     sys.path.extend(entry for entry in path if entry not in sys.path)
+    _forget_shardings()
     function, args = pickle.loads(pickled)
     return function(*args)
