@@ -16,13 +16,14 @@ from torch import Tensor
 from stretto.build import Assembly
 from stretto.config import Config
 from stretto.models.ema import Ema
+from stretto.overlap.buckets import local
 from stretto.policy import NonFiniteError, fingerprint
 from stretto.policy.layout import parts
 from stretto.policy.noise import generator
 from stretto.policy.schedules import Late, Native, Schedule, UpdateStats
 from stretto.ranks import Ranks
 from stretto.record.checkpoint import Checkpoint, Checkpoints
-from stretto.reduction import Reduction, local
+from stretto.reduction import Reduction
 from stretto.rewards.behind import Scorer
 from stretto.roll import Rolled, Roller
 
@@ -219,12 +220,9 @@ class Learner:
         return {f"{kind}/{name}": value for kind, values in by_kind.items() for name, value in values.items()}
 
     def plain(self) -> dict[str, Any]:
-        """What else the next iteration depends on, beside the config. steps: where they are not the optimizer's."""
-        states = {name: self.optimizer.state[parameter] for name, parameter in self.reduction.parameters.items()}
-        steps = {name: int(state["step"]) if state else 0 for name, state in states.items()}
+        """What else the next iteration depends on, beside the config."""
         return {
             "num_optimizer_steps": self.num_optimizer_steps,
-            "steps": {name: step for name, step in steps.items() if step != self.num_optimizer_steps},
             "num_ema_updates": self.ema.num_updates if self.ema is not None else 0,
         }
 
@@ -233,10 +231,9 @@ class Learner:
         """Take the state of a checkpoint, bit for bit, on however many ranks it was saved; collective."""
         plain, parameters = checkpoint.plain, self.reduction.parameters
         self.num_optimizer_steps = int(plain["num_optimizer_steps"])
-        for name, parameter in parameters.items():
-            step = plain["steps"].get(name, self.num_optimizer_steps)
+        for parameter in parameters.values() if self.num_optimizer_steps else ():
             moments = {kind: torch.zeros_like(parameter) for kind in MOMENTS}
-            self.optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments} if step else {}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(self.num_optimizer_steps)), **moments}
         tensors = self.tensors()
         missing = set(checkpoints.load(checkpoint, tensors))
         for kind, target in self._by_kind().items():

@@ -140,6 +140,11 @@ class Ranks:
         result: T = outcome[0]
         return result
 
+    @property
+    def summed_over(self) -> list[int]:
+        """The data rank of every rank over which gradients are summed, in mesh order; Ulysses ranks share theirs."""
+        return [rank for rank in range(self.num_data_ranks) for _ in range(self.sizes["ulysses"])]
+
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The ranks that hold one model between them, tensor parallel aside: FSDP2's mesh."""

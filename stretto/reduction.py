@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stretto.choose import Choice, make_chosen
 from stretto.config import Config
@@ -19,9 +18,9 @@ from stretto.models.ema import Ema
 from stretto.models.gradient_norm import gradient_norm
 from stretto.overlap import FsdpReducer, GradientReducer
 from stretto.policy import AdvantageRule, Policy
-from stretto.policy.schedules import Schedule
+from stretto.policy.schedules import Late, Schedule
 
-__all__ = ["Kind", "Reduction", "local", "settled"]
+__all__ = ["Kind", "Reduction", "make_late", "settled"]
 
 Kind = Literal["none", "late", "coalesced", "per_step"]
 
@@ -97,6 +96,6 @@ def settled(reducer: GradientReducer | FsdpReducer, was_provisional: bool) -> No
     reducer.deliver()
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def make_late(policy: Policy, reducer: GradientReducer | FsdpReducer, config: Config, rule: AdvantageRule) -> Late:
+    """The schedule whose gradients a reducer takes before their advantages are known; Ulysses ranks share samples."""
+    return Late(policy, reducer, rule, config.prompts.samples, ranks_per_sample=config.parallel.ulysses)

@@ -16,11 +16,12 @@ from stretto.choose import Choice
 from stretto.config import Config
 from stretto.models.ema import Ema
 from stretto.overlap import GradientReducer
+from stretto.overlap.buckets import local
 from stretto.policy import AdvantageRule, Policy
-from stretto.policy.schedules import Late, Schedule
+from stretto.policy.schedules import Schedule
 from stretto.policy.schedules.base import HeldGradients
 from stretto.ranks import Ranks
-from stretto.reduction import Kind, Reduction, local, settled
+from stretto.reduction import Kind, Reduction, make_late, settled
 
 __all__ = ["Replicated"]
 
@@ -35,9 +36,7 @@ class Replicated(Reduction):
         super().__init__(policy)
         self.kind, self.ranks, self.is_sharded = kind, ranks, is_sharded
         self.in_step = policy.in_lockstep = kind == "per_step"
-        self.columns = [
-            rank // ranks.sizes["ulysses"] for rank in range(ranks.num_data_ranks * ranks.sizes["ulysses"])
-        ]
+        self.columns = ranks.summed_over
         self.reducer = GradientReducer(
             policy.module,
             ranks.group_of("replicate", "shard", "ulysses"),
@@ -68,13 +67,7 @@ class Replicated(Reduction):
     def make_schedule(self, choice: Choice, config: Config, rule: AdvantageRule) -> Schedule:
         """See `Reduction.make_schedule`."""
         if self.kind == "late":
-            return Late(
-                self.policy,
-                self.reducer,
-                rule,
-                config.prompts.samples,
-                ranks_per_sample=self.ranks.sizes["ulysses"],
-            )
+            return make_late(self.policy, self.reducer, config, rule)
         return super().make_schedule(choice, config, rule)
 
     def quiet(self) -> AbstractContextManager[None]:

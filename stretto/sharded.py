@@ -11,10 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 from stretto.choose import Choice
 from stretto.config import Config
 from stretto.overlap import FsdpReducer
+from stretto.overlap.buckets import local
 from stretto.policy import AdvantageRule, Policy
-from stretto.policy.schedules import Late, Schedule
+from stretto.policy.schedules import Schedule
 from stretto.ranks import Ranks
-from stretto.reduction import Kind, Reduction, local, settled
+from stretto.reduction import Kind, Reduction, make_late, settled
 
 __all__ = ["Sharded"]
 
@@ -30,7 +31,7 @@ class Sharded(Reduction):
         super().__init__(policy)
         self.kind, self.ranks = kind, ranks
         self.in_step = policy.in_lockstep = True
-        self.columns = [data_rank for data_rank in range(ranks.num_data_ranks) for _ in range(ranks.sizes["ulysses"])]
+        self.columns = ranks.summed_over
         self.copies = ranks.group_of("replicate") if ranks.sizes["replicate"] > 1 else None
         self.reducer: FsdpReducer | None = None
         if kind != "per_step":
@@ -56,13 +57,7 @@ class Sharded(Reduction):
         """See `Reduction.make_schedule`; provisional gradients are held by the reducer."""
         if choice.name in ("reweight", "two_sum"):
             assert self.reducer is not None
-            return Late(
-                self.policy,
-                self.reducer,
-                rule,
-                config.prompts.samples,
-                ranks_per_sample=self.ranks.sizes["ulysses"],
-            )
+            return make_late(self.policy, self.reducer, config, rule)
         return super().make_schedule(choice, config, rule)
 
     def finish(self, *, was_provisional: bool) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stretto.overlap.buckets import local
+
 __all__ = ["Ema"]
 
 
@@ -34,14 +36,14 @@ class Ema:
         """Move the average towards the live weights, in place."""
         self.num_updates += 1
         decay = min((1 + self.num_updates) / (10 + self.num_updates), self.decay)
-        live = [_local(parameter.detach()) for parameter in self.parameters.values()]
-        torch._foreach_lerp_([_local(average) for average in self.average.values()], live, 1 - decay)
+        live = [local(parameter.detach()) for parameter in self.parameters.values()]
+        torch._foreach_lerp_([local(average) for average in self.average.values()], live, 1 - decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """The live modules hold the average inside the context, and their own weights again after it."""
         live = {name: parameter.data for name, parameter in self.parameters.items()}
-        copies = {name: _local(data).clone() for name, data in live.items() if isinstance(data, DTensor)}
+        copies = {name: local(data).clone() for name, data in live.items() if isinstance(data, DTensor)}
         try:
             for name, parameter in self.parameters.items():
                 _put(parameter, self.average[name])
@@ -67,13 +69,9 @@ class Ema:
         self.num_updates = int(state["num_updates"])
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @torch.no_grad()
 def _put(parameter: nn.Parameter, value: Tensor) -> None:
     if isinstance(parameter, DTensor):
-        parameter.to_local().copy_(_local(value))
+        parameter.to_local().copy_(local(value))
     else:
         parameter.data = value
