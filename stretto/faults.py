@@ -253,7 +253,7 @@ def _update_conflicts(config: Config) -> Iterator[Fault]:
 
 def _parallel_conflicts(config: Config) -> Iterator[Fault]:
     parallel, schedule = config.parallel, config.schedule.name
-    if parallel.reduction == "late" and schedule in ("native", "retain", "hybrid"):
+    if parallel.reduction == "late" and schedule in ("native", "retain"):
         way_out = (
             f'{schedule} knows the advantage before its backward; take "coalesced", or schedule.name = "reweight"'
         )
@@ -264,11 +264,6 @@ def _parallel_conflicts(config: Config) -> Iterator[Fault]:
     if parallel.reduction == "coalesced" and schedule == "two_sum" and parallel.shard == 1:
         way_out = 'a rank has not all samples of a prompt group, so its two sums are the owners\'; take "late"'
         yield _fault(config, "parallel.reduction", way_out, "schedule.name", "parallel.shard")
-    if parallel.shard > 1 and schedule == "hybrid":
-        way_out = (
-            'sharded gradients are held by the reduction or made by retain, not both; take "reweight" or "retain"'
-        )
-        yield _fault(config, "schedule.name", way_out, "parallel.shard")
     if config.scoring.on_failure == "skip" and schedule == "two_sum":
         way_out = 'two sums fold a sample before it is known whether its group is whole; take "stop" or "reweight"'
         yield _fault(config, "scoring.on_failure", way_out, "schedule.name")

@@ -18,7 +18,7 @@ from stretto.models.ema import Ema
 from stretto.models.gradient_norm import gradient_norm
 from stretto.overlap import FsdpReducer, GradientReducer
 from stretto.policy import AdvantageRule, Policy
-from stretto.policy.schedules import Late, Schedule
+from stretto.policy.schedules import Late, LateHybrid, Schedule
 
 __all__ = ["Kind", "Reduction", "make_late", "settled"]
 
@@ -96,6 +96,12 @@ def settled(reducer: GradientReducer | FsdpReducer, was_provisional: bool) -> No
     reducer.deliver()
 
 
-def make_late(policy: Policy, reducer: GradientReducer | FsdpReducer, config: Config, rule: AdvantageRule) -> Late:
+def make_late(
+    choice: Choice, policy: Policy, reducer: GradientReducer | FsdpReducer, config: Config, rule: AdvantageRule
+) -> Late:
     """The schedule whose gradients a reducer takes before their advantages are known; Ulysses ranks share samples."""
-    return Late(policy, reducer, rule, config.prompts.samples, ranks_per_sample=config.parallel.ulysses)
+    num_samples, sharing = config.prompts.samples, config.parallel.ulysses
+    if choice.name == "hybrid":
+        k = config.schedule.retain_last
+        return LateHybrid(policy, reducer, rule, num_samples, ranks_per_sample=sharing, retain_last=k)
+    return Late(policy, reducer, rule, num_samples, ranks_per_sample=sharing)

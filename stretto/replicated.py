@@ -67,7 +67,7 @@ class Replicated(Reduction):
     def make_schedule(self, choice: Choice, config: Config, rule: AdvantageRule) -> Schedule:
         """See `Reduction.make_schedule`."""
         if self.kind == "late":
-            return make_late(self.policy, self.reducer, config, rule)
+            return make_late(choice, self.policy, self.reducer, config, rule)
         return super().make_schedule(choice, config, rule)
 
     def quiet(self) -> AbstractContextManager[None]:

@@ -55,9 +55,9 @@ class Sharded(Reduction):
 
     def make_schedule(self, choice: Choice, config: Config, rule: AdvantageRule) -> Schedule:
         """See `Reduction.make_schedule`; provisional gradients are held by the reducer."""
-        if choice.name in ("reweight", "two_sum"):
+        if choice.name in ("reweight", "two_sum", "hybrid"):
             assert self.reducer is not None
-            return make_late(self.policy, self.reducer, config, rule)
+            return make_late(choice, self.policy, self.reducer, config, rule)
         return super().make_schedule(choice, config, rule)
 
     def finish(self, *, was_provisional: bool) -> None:

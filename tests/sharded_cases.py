@@ -16,6 +16,7 @@ from stretto.policy import (
     Batch,
     KeyedNoise,
     Late,
+    LateHybrid,
     Objective,
     Policy,
     Process,
@@ -96,7 +97,8 @@ def gradient_in_one_process(case: dict[str, Any]) -> dict[str, torch.Tensor]:
     """By the stock schedule on the whole model; rewards as `sharded` has them."""
     policy, _ = make_policy(case)
     batches = [make_batch(case, p, m) for p in range(2) for m in range(case["samples"])]
-    return run(case["schedule"], policy, batches, rewards_of(case), rule_of(case))[0]
+    options = {"retain_last": case["retain"]} if case["schedule"] == "hybrid" else {}
+    return run(case["schedule"], policy, batches, rewards_of(case), rule_of(case), **options)[0]
 
 
 def rewards_of(case: dict[str, Any]) -> torch.Tensor:
@@ -123,9 +125,11 @@ def sharded(case: dict[str, Any]) -> dict[str, Any]:
             replicate_group=replicate if copies > 1 else None,
         )  # fmt: skip
     schedule: Any
-    if case["schedule"] == "reweight":
+    if case["schedule"] in ("reweight", "hybrid"):
         taken: Reducer = reducer  # type: ignore[assignment]
-        schedule = Late(policy, taken, rule_of(case), case["samples"])
+        options = {"retain_last": case["retain"]} if case["schedule"] == "hybrid" else {}
+        kind: Any = LateHybrid if options else Late
+        schedule = kind(policy, taken, rule_of(case), case["samples"], **options)
     else:
         schedule = make_schedule(case["schedule"], policy, rule=rule_of(case), num_samples=case["samples"])
     versions = set()

@@ -121,6 +121,10 @@ def test_the_samples_and_their_gradient_do_not_depend_on_the_number_of_ranks(
         ),
         pytest.param({"schedule__name": "native"}, marks=pytest.mark.slow),
         pytest.param({"schedule__name": "hybrid"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"schedule__name": "hybrid", "parallel__reduction": "late", "objective__kl_beta": 0.5},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"schedule__name": "two_sum", "prompts__samples": 7}, marks=pytest.mark.slow),
         {"schedule__name": "reweight", "objective__kl_beta": 0.5},
         {"schedule__name": "reweight", "parallel__optimizer_state": "whole", "tuning__method": "full"},
@@ -168,6 +172,11 @@ def test_every_schedule_and_reduction_gives_the_gradient_of_one_process(runs: Ru
             ),
             marks=pytest.mark.slow,
         ),
+        (2, {"parallel__shard": 2, "schedule__name": "hybrid", "objective__kl_beta": 0.5}),
+        pytest.param(
+            *(2, {"parallel__shard": 2, "schedule__name": "hybrid", "parallel__reduction": "late"}),
+            marks=pytest.mark.slow,
+        ),
         (4, {"parallel__shard": 2, "schedule__name": "reweight"}),
         pytest.param(
             *(4, {"parallel__shard": 2, "schedule__name": "native", "parallel__reduction": "per_step"}),
@@ -207,6 +216,10 @@ def test_ranks_that_hold_one_model_between_them_give_its_gradient(
         ),
         pytest.param(
             *(4, {"parallel__tensor": 2, "parallel__ulysses": 2, "schedule__name": "reweight"}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(4, {"parallel__ulysses": 2, "schedule__name": "hybrid", "parallel__reduction": "late"}),
             marks=pytest.mark.slow,
         ),
         (4, {"parallel__ulysses": 2, "schedule__name": "two_sum", "prompts__samples": 7}),

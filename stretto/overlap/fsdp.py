@@ -83,9 +83,10 @@ class FsdpReducer(LateBound):
             self._close_doors()
             raise ValueError(f"group has the ranks {ranks}, but the modules are sharded over {theirs}")
         self._thread = Worker("stretto sharded gradients")
-        self._is_accumulating = self._is_aside = False
+        self._is_accumulating = False
+        self._aside: str | None = None
         self._present: dict[int, Made] = {}
-        self._beside: dict[int, Made] = {}
+        self._beside: dict[str, dict[int, Made]] = {}
         self._sent: dict[int, Future[Made]] = {}
         self._late = LateSums(len(self._doors), self._awaited)
         self.num_sent, self.exposed_s = 0, 0.0
@@ -106,20 +107,20 @@ class FsdpReducer(LateBound):
             self._is_accumulating = before
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Within, backwards add to a whole gradient of their own on this rank, which `finish(aside=True)` ends."""
-        before, self._is_aside = self._is_aside, True
+    def aside(self, name: str) -> Iterator[None]:
+        """Within, backwards add to a whole gradient of that name on this rank, which `finish(aside=name)` ends."""
+        before, self._aside = self._aside, name
         try:
             yield
         finally:
-            self._is_aside = before
+            self._aside = before
 
-    def finish(self, *, aside: bool = False) -> None:
-        """End a sample, or what ran in `aside()`: what has not left yet is sent if it is to be; nothing is awaited.
+    def finish(self, *, aside: str | None = None) -> None:
+        """End a sample, or what ran in `aside(name)`: what has not left yet is sent if it is to be.
 
-        No backward counts as zeros.
+        No backward counts as zeros. Nothing is awaited.
         """
-        held = self._beside if aside else self._present
+        held = self._held(aside)
         for number, door in enumerate(self._doors):
             door.check()
             left = held.pop(number, None)
@@ -170,12 +171,16 @@ class FsdpReducer(LateBound):
         for door in self._doors:
             door.close()
 
+    def _held(self, aside: str | None) -> dict[int, Made]:
+        """What has not left of the present sample, or of what ran aside under a name, by module."""
+        return self._present if aside is None else self._beside.setdefault(aside, {})
+
     def _take(self, number: int, flat: Tensor) -> None:
         """A module's gradients, from within its backward."""
-        held = self._beside if self._is_aside else self._present
+        held = self._held(self._aside)
         if number in held:
             flat = held.pop(number).take().add_(flat)
-        if self._hold == "coalesced" or self._is_aside or self._is_accumulating:
+        if self._hold == "coalesced" or self._aside is not None or self._is_accumulating:
             held[number] = made(flat)
         else:
             self._send(number, made(flat))

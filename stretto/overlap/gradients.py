@@ -108,7 +108,7 @@ class GradientReducer(LateBound, OwnedShards):
         self._accumulating = False
         self._results: dict[int, Future[Made]] = {}
         self._late = LateSums(len(self._buckets), self._awaited)
-        self._beside: list[Tensor | None] = [None] * len(parameters)
+        self._beside: dict[str, list[Tensor | None]] = {}
 
     @property
     def world_size(self) -> int:
@@ -125,35 +125,35 @@ class GradientReducer(LateBound, OwnedShards):
             self._accumulating = before
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Within, backwards add to local gradients of their own, which `finish(aside=True)` sends.
+    def aside(self, name: str) -> Iterator[None]:
+        """Within, backwards add to local gradients of that name, which `finish(aside=name)` sends.
 
         For a term of the loss that is worth something else, as a KL term is. `.grad` is left alone.
         """
         awaited = {number: sliced.awaited for number, sliced in self._sliced.items()}
-        self._swap()
+        self._swap(name)
         try:
             with self.accumulate():
                 yield
         finally:
-            self._swap()
+            self._swap(name)
             for number, sliced in self._sliced.items():
                 sliced.awaited = awaited[number]  # one forward may go backward twice
 
-    def finish(self, *, aside: bool = False) -> None:
+    def finish(self, *, aside: str | None = None) -> None:
         """End a backward: send what it left (no gradient counts as zero) and wait for the rest.
 
         Then every gradient (or the own shards') is the sum or the average over ranks. With `late_bound` nothing
         is awaited: pieces go on travelling until `settle` or `fold` asks for them, and the parameters' gradients
-        are None again. `aside`, late-bound only: send what backwards in `aside()` left instead.
+        are None again. `aside`, late-bound only: send what backwards in `aside(name)` left instead.
         """
-        if aside and not self._late_bound:
+        if aside is not None and not self._late_bound:
             raise ValueError("only with late_bound=True have gradients aside a reduction of their own")
-        if aside:
-            self._swap()
+        if aside is not None:
+            self._swap(aside)
         self._launch_all()
-        if aside:
-            self._swap()
+        if aside is not None:
+            self._swap(aside)
         if self._late_bound:
             return
         for index, bucket in enumerate(self._buckets):
@@ -173,7 +173,7 @@ class GradientReducer(LateBound, OwnedShards):
         if any(bucket.launched for bucket in self._buckets):
             self._launch_all()
         self._late.forget()
-        self._beside = [None] * len(self._parameters)
+        self._beside.clear()
         for bucket in self._buckets:
             bucket.drop_gradients()
 
@@ -274,10 +274,11 @@ class GradientReducer(LateBound, OwnedShards):
             bucket.ready.clear()
             bucket.launched = False
 
-    def _swap(self) -> None:
-        """Exchange the parameters' gradients with those beside them."""
+    def _swap(self, name: str) -> None:
+        """Exchange the parameters' gradients with those of that name beside them."""
+        beside = self._beside.setdefault(name, [None] * len(self._parameters))
         for index, parameter in enumerate(self._parameters):
-            parameter.grad, self._beside[index] = self._beside[index], parameter.grad
+            parameter.grad, beside[index] = beside[index], parameter.grad
 
     def _columns(self, weights: Tensor) -> Tensor:
         if not self._late_bound:

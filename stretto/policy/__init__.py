@@ -9,7 +9,7 @@ from stretto.policy.loss import Objective
 from stretto.policy.noise import KeyedNoise, SampleKey, fingerprint
 from stretto.policy.rollout import Batch, Condition, NonFiniteError, Policy, Trajectory, Velocity
 from stretto.policy.sampling import ode
-from stretto.policy.schedules import Late, Reducer, Schedule, StalePolicyError, make_schedule
+from stretto.policy.schedules import Late, LateHybrid, Reducer, Schedule, StalePolicyError, make_schedule
 from stretto.policy.sde import Process
 from stretto.policy.sigmas import make_sigmas
 from stretto.policy.trained_steps import TrainedStepsRule
@@ -21,6 +21,7 @@ __all__ = [
     "Condition",
     "KeyedNoise",
     "Late",
+    "LateHybrid",
     "NonFiniteError",
     "Objective",
     "Policy",

@@ -135,13 +135,13 @@ def iteration(case: dict[str, Any], mine: Any, whole: Any, reducer: FsdpReducer,
             else:
                 loss.backward(retain_graph=True)
                 reducer.finish()
-            with reducer.aside():
+            with reducer.aside("other"):
                 (loss * loss).backward()
             for r in range(n):
                 theirs = one_loss(whole, inputs[q, step, r])
                 (weights[q, r] * theirs + other[r] * theirs * theirs).to(dtype).backward()
         assert not any(p.grad.to_local().any() for p in mine.parameters() if p.grad is not None)
-    reducer.finish(aside=True)
+    reducer.finish(aside="other")
     if case["folded"]:
         for q in range(2):
             reducer.fold(torch.stack([torch.ones(n, dtype=torch.float64), weights[q] - 3]))

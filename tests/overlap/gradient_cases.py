@@ -204,11 +204,11 @@ def aside_and_idle(case: dict[str, Any], mine: Model, whole: Model, reducer: Gra
                 (0.25 * losses(mine, inputs[q, rank : rank + 1]).sum()).backward()
             loss = losses(mine, inputs[q, rank : rank + 1]).sum()
             (0.75 * loss).backward(retain_graph=True)
-            with reducer.aside():
+            with reducer.aside("other"):
                 (loss * loss).backward()
         reducer.finish()
         assert all(parameter.grad is None for parameter in mine.parameters())
-    reducer.finish(aside=True)
+    reducer.finish(aside="other")
     assert all(parameter.grad is None for parameter in mine.parameters())
     for q in range(2):
         reducer.fold(weights[:2, q])
@@ -305,7 +305,7 @@ def misuse() -> None:
     with pytest.raises(ValueError, match="late_bound=True"):
         reducer.fold(torch.ones(1, n))
     with pytest.raises(ValueError, match="late_bound=True"):
-        reducer.finish(aside=True)
+        reducer.finish(aside="other")
     with pytest.raises(ValueError, match="sharded=True"):
         reducer.publish()
     reducer.close()

@@ -46,8 +46,45 @@ def test_ranks_that_share_a_sample_count_it_once(ranks):
     ranks.run(4, late_cases.samples_shared_by_two_ranks)
 
 
-def test_what_a_reset_gave_up_leaves_no_trace(ranks):
-    ranks.run(3, late_cases.after_errors)
+@pytest.mark.parametrize(
+    ("num_ranks", "num_samples"), [(2, 5), (3, 2), *(pytest.param(*s, marks=pytest.mark.slow) for s in SPLITS[:4])]
+)
+def test_graphs_kept_beside_what_left_early_give_the_gradient_of_one_process(ranks, num_ranks, num_samples):
+    """Some or all steps retained, folded or not, with the next wave in flight or not; KL; groups without spread."""
+    case = {"groups": 3, "samples": num_samples, "tuning": "lora", "dtype": "float64", "trained": (0, 1, 3)}
+    cases = [
+        {**case, "retain": 1, "kl": 0.3, "zero_spread": True},
+        {**case, "retain": 1, "kl": 0.3, "behind": 1},
+        {**case, "retain": 2, "behind": 1, "clamp": 0.4, "tuning": "full"},
+        {**case, "retain": 3, "kl": 0.3, "behind": 1},
+        {**case, "retain": 4, "best": 1, "tuning": "full"},
+    ]
+    several = num_samples > num_ranks
+    for folded in ranks.run(num_ranks, late_cases.gradients_equal_one_process, *cases):
+        assert folded == [several, several, False, several, False]
+
+
+def test_late_gradients_of_a_wave_are_taken_while_the_next_is_in_flight(ranks):
+    case = {"groups": 3, "samples": 4, "tuning": "full", "dtype": "float64", "kl": 0.3}
+    cases = [{**case, "behind": 1}, {**case, "behind": 1, "clamp": 0.4}, {**case, "behind": 2}]
+    for folded in ranks.run(2, late_cases.gradients_equal_one_process, *cases):
+        assert folded == [True, False, True]
+
+
+@pytest.mark.parametrize("retain", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_kept_graphs_in_float32(ranks, retain):
+    case = {"groups": 2, "samples": 5, "tuning": "full", "dtype": "float32", "trained": (0, 1, 3), "kl": 0.1}
+    assert ranks.run(2, late_cases.gradient_equals_one_process, {**case, "retain": retain}) == [True, True]
+
+
+@pytest.mark.parametrize("case", [{"retain": 1, "kl": 0.2}, {"retain": 2, "zero_spread": True}])
+def test_late_hybrid_holds_runs_and_logs_what_hybrid_does(ranks, case):
+    ranks.run(1, late_cases.what_hybrid_holds_and_counts, case)
+
+
+@pytest.mark.parametrize("case", [{}, {"retain": 1}], ids=["late", "hybrid"])
+def test_what_a_reset_gave_up_leaves_no_trace(ranks, case):
+    ranks.run(3, late_cases.after_errors, case)
 
 
 def test_a_batch_runs_row_by_row_and_says_so_once(ranks):

@@ -1,10 +1,11 @@
-"""Five schedules of one gradient: native, retain, reweight, two-sum, hybrid; and reweight over many ranks, late."""
+"""Five schedules of one gradient: native, retain, reweight, two-sum, hybrid; over many ranks late and late hybrid."""
 
 from stretto.policy.advantage import AdvantageRule
 from stretto.policy.rollout import Policy
 from stretto.policy.schedules.base import Schedule, StalePolicyError
 from stretto.policy.schedules.hybrid import Hybrid
 from stretto.policy.schedules.late import Late, Reducer
+from stretto.policy.schedules.late_hybrid import LateHybrid
 from stretto.policy.schedules.native import Native
 from stretto.policy.schedules.retain import Retain
 from stretto.policy.schedules.reweight import Reweight
@@ -14,6 +15,7 @@ from stretto.policy.schedules.two_sum import TwoSum
 __all__ = [
     "Hybrid",
     "Late",
+    "LateHybrid",
     "Native",
     "Reducer",
     "Retain",

@@ -36,11 +36,11 @@ class Reducer(Protocol):
     def accumulate(self) -> AbstractContextManager[Any]:
         """Within, backwards only add to the local gradient of the present sample."""
 
-    def aside(self) -> AbstractContextManager[Any]:
-        """Within, backwards add to a local gradient apart from every sample's."""
+    def aside(self, name: str) -> AbstractContextManager[Any]:
+        """Within, backwards add to a local gradient of that name, apart from every sample's."""
 
-    def finish(self, *, aside: bool = False) -> None:
-        """End a sample's backwards, or those aside: its pieces are on their way. No gradient counts as zeros."""
+    def finish(self, *, aside: str | None = None) -> None:
+        """End a sample's backwards, or those aside of a name: its pieces are on their way. No gradient is zeros."""
 
     def settle(self, weight: Tensor) -> None:
         """Weights (num_backwards, world_size) float64 of all backwards that were finished, oldest first."""
@@ -107,8 +107,8 @@ class Late(Reweight):
         """Nothing to try: samples run one by one."""
 
     def trained(self, index: int, step: TrainedStep, velocity: Tensor, batch: Batch) -> None:
-        """Backpropagate at once with advantage 1, and at the last trained step send; the KL apart."""
-        policy, is_last = self.policy, index == len(batch.trained_steps) - 1
+        """Backpropagate at once with advantage 1, and at the last such step send; the KL apart."""
+        policy, is_last = self.policy, index == self._num_provisional(batch) - 1
         loss = step_loss(policy.process, policy.objective, step, velocity, torch.ones(len(velocity)))
         self._stats.add_loss(loss)
         hook = velocity.register_hook(lambda g: setattr(step, "cotangent", g.flatten(1).norm(dim=1)))
@@ -119,7 +119,7 @@ class Late(Reweight):
             if is_last:
                 self.reducer.finish()
             if loss.kl is not None:
-                with self.reducer.aside():
+                with self.reducer.aside("kl"):
                     loss.kl.sum().backward()
 
     def idle(self) -> None:
@@ -160,9 +160,7 @@ class Late(Reweight):
             if rounds is None:
                 rounds = torch.cat([values.double() for values in advantages]).unsqueeze(1)
             self._require_rounds(rounds)
-            for trajectory, values in zip(trajectories, advantages):
-                trajectory.kept = None
-                self._charge(trajectory, values, scale)
+            self._use(trajectories, advantages, scale)
             self._settle_rounds(rounds, scale)
             self._num_rounds -= len(rounds)
             self._in_flight -= 0 if self._folded else len(rounds) * self._gradient_bytes
@@ -171,13 +169,14 @@ class Late(Reweight):
 
     def reset(self) -> None:
         """See `Schedule.reset`; every rank must come here."""
-        self._start_again()
-        self.reducer.reset()
-
-    def _start_again(self) -> None:
         super().reset()
         self._num_rounds = 0
         self._folded, self._offset = [], None
+        self.reducer.reset()
+
+    def _num_provisional(self, batch: Batch) -> int:
+        """How many trained steps are backpropagated in the rollout: the first ones."""
+        return len(batch.trained_steps)
 
     def _rollout(self, batch: Batch, score: Score) -> Trajectory:
         self._take_keys(batch)
@@ -192,16 +191,24 @@ class Late(Reweight):
         self.held_bytes = max(self.held_bytes, self._in_flight)
 
     def _settle_rounds(self, rounds: Tensor, scale: float) -> None:
-        """Weights for all that waits: the rounds, unless they were folded, and the KL's own."""
+        """Weights for all that waits: the rounds, unless they were folded, and what is apart from them.
+
+        What is apart leaves when it is whole: with the newest round, so that it waits behind all of them.
+        """
         waiting = rounds[:0] if self._folded else scale * rounds
-        if self.policy.objective.kl_beta and len(rounds) == self._num_rounds:  # of all that was rolled out so far
-            self.reducer.finish(aside=True)
-            kl = torch.full_like(rounds[:1], self.policy.objective.kl_beta * scale)
-            waiting = torch.cat([waiting, kl])
+        if len(rounds) == self._num_rounds:
+            for name, worth in self._asides(scale).items():
+                self.reducer.finish(aside=name)
+                waiting = torch.cat([waiting, rounds.new_full((1, rounds.shape[1]), worth)])
         if self._folded:
             self.reducer.combine(scale * self._coefficients(rounds))
         if len(waiting):
             self.reducer.settle(waiting)
+
+    def _asides(self, scale: float) -> dict[str, float]:
+        """What gradients apart from the rounds' are worth, by name, in the order in which they leave."""
+        kl_beta = self.policy.objective.kl_beta
+        return {"kl": kl_beta * scale} if kl_beta else {}
 
     def _coefficients(self, rounds: Tensor) -> Tensor:
         """What the sums of a group are worth, (J + 1,): sum A_m G_m = sum_j s_j (S_j - (mean_j - c_j) S_0)."""

@@ -108,12 +108,7 @@ class Reweight(Schedule):
         """See `Schedule.update`; one weighted sum of the held gradients."""
         with self.resetting(), self.policy.stopwatch.phase("update"):
             self._require_current(trajectories)
-            for trajectory, values in zip(trajectories, advantages):
-                kept, trajectory.kept = trajectory.kept, None
-                for part in kept:
-                    self._in_flight -= part.num_bytes
-                    self._credit(trajectory, part, values[part.rows], scale)
-                self._charge(trajectory, values, scale)
+            self._use(trajectories, advantages, scale)
             return self._settle(trajectories, scale)
 
     def reset(self) -> None:
@@ -202,6 +197,15 @@ class Reweight(Schedule):
         """Raise, before `.grad` is touched, unless all of these can be used."""
         for trajectory in trajectories:
             self.require_current(trajectory)
+
+    def _use(self, trajectories: Sequence[Trajectory], advantages: Sequence[Tensor], scale: float) -> None:
+        """Credit and count what was kept of these trajectories, which then have it no more."""
+        for trajectory, values in zip(trajectories, advantages):
+            kept, trajectory.kept = trajectory.kept, None
+            for part in kept:
+                self._in_flight -= part.num_bytes
+                self._credit(trajectory, part, values[part.rows], scale)
+            self._charge(trajectory, values, scale)
 
     def _credit(self, trajectory: Trajectory, part: Provisional, values: Tensor, scale: float) -> None:
         """Give one forward's rows their advantages (b,)."""
