@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.leaving import end_process
 from stretto.overlap import (
     GradientReducer,
     all_gather_matmul,
@@ -48,6 +49,7 @@ def serve(rank: int, num_ranks: int, backend: str, port: int, setting: Setting, 
         pipe.send((_figures(rank, num_ranks, backend, port, setting), ""))
     except BaseException as error:
         pipe.send((None, f"rank {rank} of {num_ranks} over {backend}: {type(error).__name__}: {error}"))
+    end_process(0)
 
 
 def _figures(rank: int, num_ranks: int, backend: str, port: int, setting: Setting) -> dict[str, Any]:

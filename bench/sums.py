@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from bench.record import write_result
+from stretto.leaving import end_process
 from stretto.overlap import matmul_reduce_scatter
 
 ROWS, FEATURES, K = 64, 128, 256
@@ -69,6 +70,7 @@ def one_rank(num_ranks, dtype, folder, rank):
         torch.save(dict(zip(found, errors)), Path(folder) / "errors.pt")
     dist.barrier()
     dist.destroy_process_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from llm_parallel import PARALLEL
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from stretto.leaving import end_process
+
 TEXT = Path(__file__).parent / "data" / "constitution.txt"
 VOCABULARY = 256
 
@@ -126,4 +128,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    if "RANK" in os.environ:
+        end_process(main())
     sys.exit(main())

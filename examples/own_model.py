@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.leaving import end_process
 from stretto.overlap import LinearOptions, parallelize, report, vocab_cross_entropy
 
 VOCABULARY, WIDTH, HEADS = 64, 48, 6
@@ -102,3 +103,4 @@ if __name__ == "__main__":
             print(report(dist.group.WORLD))
     if dist.is_initialized():
         dist.destroy_process_group()
+        end_process(0)

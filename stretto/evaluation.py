@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.build import Assembly, build_device, build_sigmas
+from stretto.build import Assembly, build_device, build_scoring, build_sigmas
 from stretto.config import Config
 from stretto.models.ema import Ema
 from stretto.policy import KeyedNoise, SampleKey, ode
@@ -18,7 +18,8 @@ from stretto.prompts import Prompts
 from stretto.ranks import Ranks
 from stretto.reduction import Reduction
 from stretto.rewards import load_judge
-from stretto.rewards.scoring import judge, score
+from stretto.rewards.behind import Scorer
+from stretto.rewards.scoring import judge
 
 __all__ = ["Evaluation", "Evaluator"]
 
@@ -44,7 +45,8 @@ class Evaluator:
 
     def __init__(self, config: Config, run: Assembly, ranks: Ranks, reduction: Reduction) -> None:
         self.ranks, self.reduction = ranks, reduction
-        self.config, self.adapter, self.rewards, prompts = config, run.adapter, run.rewards, run.prompts
+        self.config, self.adapter, prompts = config, run.adapter, run.prompts
+        self.scorer = Scorer(run.rewards, behind=False, scoring=build_scoring(config))
         self.texts, self.metadata = _chosen(config.evaluation.prompts, prompts)
         self.judge = load_judge(config.evaluation.judge) if config.evaluation.judge else None
         self.sigmas = build_sigmas(config, run.adapter, config.evaluation.steps or config.sampling.steps)
@@ -57,7 +59,10 @@ class Evaluator:
         return every > 0 and (finished % every == 0 or finished == self.config.run.iterations)
 
     def evaluate(self, ema: Ema | None) -> Evaluation:
-        """Draw with the averaged weights (the live ones where there are none) and judge."""
+        """Draw with the averaged weights (the live ones where there are none) and judge.
+
+        Raises RewardError or JudgeError, the same on every rank; services are asked again as in training.
+        """
         count = self.config.evaluation.samples
         keys = [SampleKey(EVALUATION, p, m) for p in range(len(self.texts)) for m in range(count)]
         with torch.no_grad(), self.reduction.averaged(ema):
@@ -80,9 +85,9 @@ class Evaluator:
         texts = [self.texts[key.prompt] for key in keys]
         names = [f"{key.sample} of evaluation prompt {key.prompt}" for key in keys]
         metadata = {name: [column[key.prompt] for key in keys] for name, column in self.metadata.items()}
-        rewards = score(self.rewards, media, texts, names, metadata)
+        rewards = self.scorer.submit(media, texts, names, metadata).result()
         figures = {"reward": float((rewards * self.weights).sum(dim=1).mean())}
-        figures |= {f"reward/{name}": float(rewards[:, k].mean()) for k, name in enumerate(self.rewards)}
+        figures |= {f"reward/{name}": float(rewards[:, k].mean()) for k, name in enumerate(self.scorer.rewards)}
         if self.judge is not None:
             judged = judge(self.config.evaluation.judge, self.judge, media, texts)
             figures |= {f"judge/{name}": value for name, value in judged.items()}

@@ -81,6 +81,8 @@ class FirstFailure:
         try:
             self._answer(self._store)
             self._store.set("roll", "")
+            if isinstance(error, KeyboardInterrupt) and error.args:
+                return self._enter(f"rank {self.rank} was stopped by {error}, in {phase}")
             if not is_of_a_peer(error):
                 return self._enter(f"rank {self.rank} failed first, in {phase}: {cause}")
             return self._first_or_gone(f"rank {self.rank} noticed in {phase}: {cause}")
@@ -171,6 +173,8 @@ class FirstFailure:
 
 def one_line(error: BaseException) -> str:
     """An error as one line; of what a user can mend its message alone."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else str(error.strerror)
     name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return " ".join(f"{name}{error}".split()) or type(error).__name__
 

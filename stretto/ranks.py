@@ -24,6 +24,7 @@ from stretto.attempt import store_of_this_attempt
 from stretto.config import Parallel
 from stretto.first_failure import FirstFailure
 from stretto.record.signals import Interrupted
+from stretto.rewards.failures import JudgeError, RewardError
 
 __all__ = ["AXES", "Ranks"]
 
@@ -83,7 +84,9 @@ class Ranks:
         """Inside, what is raised ends the process before anything is unwound that could wait for a lost rank."""
         try:
             yield
-        except Interrupted:
+        except Interrupted as stop:
+            if self.failures is not None and stop.at_once:  # others may not have been told, and see this rank gone
+                self.failures.report(stop)
             raise
         except BaseException as error:
             if self.failures is not None:
@@ -120,7 +123,10 @@ class Ranks:
         return float(total)
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """What `function` gives on rank 0, on every rank; its ValueError or OSError is raised on every rank."""
+        """What `function` gives on rank 0, on every rank; its ValueError or OSError is raised on every rank.
+
+        A RewardError or a JudgeError is one everywhere; of another ValueError the others raise a plain one.
+        """
         if self._control is None:
             return function()
         outcome: list[Any] = [None, None]
@@ -130,7 +136,8 @@ class Ranks:
                 outcome[0] = function()
             except (ValueError, OSError) as error:
                 failure = error
-                outcome[1] = str(error) if isinstance(error, ValueError) else error
+                is_plain = isinstance(error, ValueError) and not isinstance(error, RewardError | JudgeError)
+                outcome[1] = str(error) if is_plain else error
         dist.broadcast_object_list(outcome, src=0, group=self._control)
         if failure is not None:
             raise failure

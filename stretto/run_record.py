@@ -27,6 +27,7 @@ from stretto.record.environment import as_json, environment
 from stretto.record.media import save_grid
 from stretto.record.run_folder import RunFolder
 from stretto.record.trackers import Trackers, open_trackers
+from stretto.rewards.failures import JudgeError, RewardError
 
 __all__ = ["RunRecord"]
 
@@ -131,7 +132,12 @@ class RunRecord:
         if self.finished == 1 and "first" in self.history:
             metrics["evaluation_at_start"] = self.history["first"]
         if self.evaluator.is_due(self.finished):
-            metrics["evaluation"], is_best = self._evaluate()
+            try:
+                metrics["evaluation"], is_best = self._evaluate()
+            except (RewardError, JudgeError):  # on every rank, and the iteration is not lost with it
+                self._on_first(lambda: self._track(metrics))
+                self.save_as_it_stands()
+                raise
             metrics["seconds"]["evaluation"] = self.evaluation_s
         self.seconds.update(metrics["seconds"])
         self._on_first(lambda: self._track(metrics))

@@ -1,5 +1,6 @@
 """What ranks do in tests/test_first_failure.py. Run as a program it is one rank of a job under torchrun."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -12,7 +13,8 @@ import torch.distributed as dist
 
 from stretto.attempt import store_of_this_attempt
 from stretto.first_failure import FirstFailure
-from stretto.record.signals import Signals
+from stretto.ranks import Ranks
+from stretto.record.signals import Interrupted, Signals
 
 
 def store():
@@ -81,6 +83,17 @@ def nobody_comes():
         except RuntimeError as error:
             return failures.report(error)
     return None
+
+
+def stopped(at_once):
+    """A rank ends by a signal; what it leaves in the account for the others, who may not have been told."""
+    ranks = Ranks((1, 1, 1, 1))
+    with accounts(attempt=10 + at_once) as failures:
+        ranks.failures = failures
+        failures.phase("rollout")
+        with contextlib.suppress(Interrupted), ranks.failing_fast():
+            raise Interrupted(signal.SIGTERM, at_once)
+        return failures._store.get("first").decode() if failures._store.check(["first"]) else ""
 
 
 def hosted_by_a_rank(culprit):

@@ -57,6 +57,11 @@ def test_a_rank_that_never_comes_is_not_called_gone(ranks):
     assert " noticed in reduction: RuntimeError: " in here
 
 
+@pytest.mark.parametrize(("at_once", "told"), [(True, "rank 0 was stopped by SIGTERM, in rollout"), (False, "")])
+def test_a_rank_that_is_stopped_at_once_says_so_before_the_others_miss_it(ranks, at_once, told):
+    assert ranks.run(1, cases.stopped, at_once) == [told]
+
+
 def test_where_the_store_is_gone_each_rank_tells_its_own_side(ranks):
     (line,) = ranks.run(1, cases.hosted_by_a_rank, 0)
     assert line.startswith("rank 0 failed, in setup: lr = -1; which rank failed first is not known")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from stretto.choose import choose
 from stretto.ranks import Ranks as RunRanks
 from stretto.recipe import load_recipe
+from stretto.record.checkpoint import newest
 from stretto.train import open_folder
 from tests import rank_cases
 from tests.ranks import Ranks
@@ -76,11 +77,45 @@ def test_what_teaches_nothing_moves_the_weights_alike_on_any_number_of_ranks(ran
         }
         words = overrides(folder, schedule__name=schedule, prompts__samples=2, evaluation__every=0, **settings)
         ranks.run(num_ranks, rank_cases.trained, str(recipe), words, timeout_s=120)
-        assert [line["zero_spread"] for line in rank_cases.metrics_of(folder)] == [0, 1, 1]
+        lines = rank_cases.metrics_of(folder)
+        assert [line["zero_spread"] for line in lines] == [0, 1, 1]
+        assert [line["ratio"] for line in lines] == [1, 1, 1]
         weights = load_file(next((folder / "weights/live").glob("*.safetensors")))
         saved[num_ranks, schedule] = {name: value.numpy() for name, value in weights.items()}
     for weights in saved.values():
         assert rank_cases.distance(weights, saved[1, "reweight"]) < 1e-4
+
+
+SICK_AT_EVALUATION = """
+from stretto.rewards.failures import ServiceError
+
+evaluations = []
+
+def sick(media, prompts):
+    if len(prompts) > 1:
+        evaluations.append(len(prompts))
+        if len(evaluations) == 1:
+            raise ServiceError("is not up yet")
+        if len(evaluations) > 2:
+            raise KeyError("a reward's own")
+    return [float(m.mean()) for m in media]
+"""
+
+
+def test_an_evaluation_asks_a_service_again_and_its_failure_loses_no_iteration_on_any_rank(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(SICK_AT_EVALUATION)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.read_text().replace('"digits"\n\n[adv', f'"{tmp_path}/reward.py:sick"\n\n[adv'))
+    settings = {"prompts__per_iteration": 1, "prompts__samples": 2, "sampling__steps": 3, "scoring__backoff_s": 0}
+    words = overrides(tmp_path / "run", evaluation__every=1, checkpoint__every=0, **settings)
+    outcomes = ranks.outcomes(2, rank_cases.trained, str(recipe), words, timeout_s=60)
+    told = {outcome.error for outcome in outcomes}
+    assert len(told) == 1
+    assert "RewardError: reward" in told.pop()
+    assert [line["iteration"] for line in rank_cases.metrics_of(tmp_path / "run")] == [0]
+    assert [path.name for path in newest(tmp_path / "run/checkpoints")] == ["iteration-00000001"]
 
 
 def test_a_forward_on_split_layers_waits_for_the_weights_that_the_optimizer_moved(

@@ -22,14 +22,14 @@ __all__ = ["Interrupted", "Signals"]
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was stopped by a signal, after it had left its checkpoint."""
+    """The run was stopped by a signal: after it had left its checkpoint, or `at_once`, by this process alone."""
 
-    def __init__(self, signal_number: int) -> None:
+    def __init__(self, signal_number: int, at_once: bool = False) -> None:
         super().__init__(signal.Signals(signal_number).name)
-        self.signal_number = signal_number
+        self.signal_number, self.at_once = signal_number, at_once
 
-    def __reduce__(self) -> tuple[type["Interrupted"], tuple[int]]:
-        return type(self), (self.signal_number,)
+    def __reduce__(self) -> tuple[type["Interrupted"], tuple[int, bool]]:
+        return type(self), (self.signal_number, self.at_once)
 
 
 class Signals:
@@ -66,7 +66,7 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.caught is not None:
             if time.monotonic() - self._caught_at_s >= self.echo_s:
-                raise Interrupted(number)
+                raise Interrupted(number, at_once=True)
             return
         self.caught, self._caught_at_s = number, time.monotonic()
         name = signal.Signals(number).name

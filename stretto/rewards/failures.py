@@ -28,6 +28,10 @@ class RewardError(ValueError):
         self.value = value
         self.problem = problem
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As another rank gets it: without the value, which may be anything."""
+        return type(self), (self.reward, self.sample, None, self.problem)
+
 
 class SkippedGroup(RewardError):
     """No attempt succeeded and the recipe says to go on without: these samples have no rewards, and none is made up.
@@ -68,6 +72,10 @@ class JudgeError(ValueError):
         super().__init__(f"judge {judge!r}" + (f", figure {figure!r}" if figure else "") + f": {problem}")
         self.judge = judge
         self.figure = figure
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.judge, self.figure, self.problem)
 
 
 def span(sample_names: list[str]) -> str:

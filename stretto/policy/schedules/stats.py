@@ -12,6 +12,8 @@ from stretto.policy.loss import StepLoss, TrainedStep
 
 __all__ = ["UpdateStats"]
 
+UNMOVED = {"ratio": 1.0, "clip_fraction": 0.0, "approximate_kl": 0.0}
+
 
 @dataclass
 class UpdateStats:
@@ -68,9 +70,13 @@ class UpdateStats:
         self.skipped_backwards += other.skipped_backwards
 
     def summary(self) -> dict[str, float | dict[str, float]]:
-        """Means over rows, the largest log-prob difference, and each step's share of the gradient."""
+        """Means over rows, the largest log-prob difference, and each step's share of the gradient.
+
+        Where no row was run, as some schedules do when nothing teaches, the means are those of a policy that has not
+        moved, which is what the other schedules then see.
+        """
         rows = max(self.num_rows, 1)
-        means = {name: float(value) / rows for name, value in self.sums.items()}
+        means = UNMOVED | {name: float(value) / rows for name, value in self.sums.items()}
         total = sum(float(v) for v in self.step_gradient.values()) or 1.0
         share = {str(i): float(v) / total for i, v in sorted(self.step_gradient.items())}
         return {
