@@ -85,7 +85,7 @@ class FirstFailure:
                 return self._enter(f"rank {self.rank} was stopped by {error}, in {phase}")
             if not is_of_a_peer(error):
                 return self._enter(f"rank {self.rank} failed first, in {phase}: {cause}")
-            return self._first_or_gone(f"rank {self.rank} noticed in {phase}: {cause}")
+            return self._first_or_gone(phase, f"rank {self.rank} noticed in {phase}: {cause}")
         except RuntimeError:
             return self._own_side(phase, cause, "is gone")
 
@@ -125,23 +125,31 @@ class FirstFailure:
         """Enter a line as the first unless there is one; the line that stands."""
         return self._store.compare_set("first", "", line).decode()
 
-    def _first_or_gone(self, noticed: str) -> str:
+    def _first_or_gone(self, phase: str, noticed: str) -> str:
         """The first failure as another rank tells it, or which ranks do not answer."""
         start = time.monotonic()
         while (passed := time.monotonic() - start) < self.roll_s:
             if self._store.check(["first"]):
                 return self._store.get("first").decode()
             if passed > SETTLE_S and self._store.add("num_here", 0) == self.world_size:
-                return self._enter(f"{noticed}; every rank is alive")
+                return self._enter(f"{noticed}; {self._all_alive(phase)}")
             time.sleep(POLL_S / 5)
         gone = [rank for rank in range(self.world_size) if not self._store.check([f"here/{rank}"])]
         if not gone:
-            return self._enter(f"{noticed}; every rank is alive")
+            return self._enter(f"{noticed}; {self._all_alive(phase)}")
         told = ", ".join(
             f"rank {rank} is gone (killed, or cut off?), last seen in {self._last_seen(rank)}" for rank in gone[:4]
         )
         more = f", and {len(gone) - 4} more" if len(gone) > 4 else ""
         return self._enter(f"{told}{more}; {noticed}")
+
+    def _all_alive(self, phase: str) -> str:
+        """That nobody is gone, and who was waited for: a rank that is in another phase than this one."""
+        seen = {rank: self._last_seen(rank) for rank in range(self.world_size) if rank != self.rank}
+        late = [f"rank {rank} is in {there}" for rank, there in seen.items() if there != phase]
+        if not late:
+            return "every rank is alive"
+        return f"every rank is alive, {', '.join(late[:4])}; where that takes long, raise parallel.timeout_s"
 
     def _last_seen(self, rank: int) -> str:
         key = f"phase/{rank}"

@@ -136,7 +136,7 @@ class RunRecord:
                 metrics["evaluation"], is_best = self._evaluate()
             except (RewardError, JudgeError):  # on every rank, and the iteration is not lost with it
                 self._on_first(lambda: self._track(metrics))
-                self.save_as_it_stands()
+                self.save_as_it_stands("evaluation")
                 raise
             metrics["seconds"]["evaluation"] = self.evaluation_s
         self.seconds.update(metrics["seconds"])
@@ -221,11 +221,15 @@ class RunRecord:
             captions=evaluation.prompts,
         )
 
-    def save_as_it_stands(self) -> None:
-        """Leave a checkpoint of the finished iterations, unless there is one or nothing is finished."""
+    def save_as_it_stands(self, phase: str) -> None:
+        """Leave a checkpoint of the finished iterations, unless there is one or nothing is finished.
+
+        phase: where the error struck that is told next.
+        """
         if self.finished and self._saved != self.finished:
             self._save(False)
         self.checkpoints.wait()
+        self.ranks.phase(phase)
 
     def _save(self, is_best: bool) -> None:
         self.ranks.phase("checkpoint")

@@ -99,7 +99,7 @@ def loop(config: Config, learner: Learner, record: RunRecord, signals: Signals) 
         try:
             metrics = learner.learn(record.finished)
         except RewardError:  # on every rank, and before the weights have moved
-            record.save_as_it_stands()
+            record.save_as_it_stands("reward")
             raise
         caught = learner.ranks.most(signals.caught or 0)
         record.write(metrics, must_stop=caught > 0)
