@@ -107,9 +107,11 @@ def test_an_evaluation_asks_a_service_again_and_its_failure_loses_no_iteration_o
 ) -> None:
     (tmp_path / "reward.py").write_text(SICK_AT_EVALUATION)
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(RECIPE.read_text().replace('"digits"\n\n[adv', f'"{tmp_path}/reward.py:sick"\n\n[adv'))
+    text = RECIPE.read_text().replace('judge = "digits"', "")
+    recipe.write_text(text.replace('"digits"\n\n[adv', f'"{tmp_path}/reward.py:sick"\n\n[adv'))
     settings = {"prompts__per_iteration": 1, "prompts__samples": 2, "sampling__steps": 3, "scoring__backoff_s": 0}
-    words = overrides(tmp_path / "run", evaluation__every=1, checkpoint__every=0, **settings)
+    settings |= {"evaluation__every": 1, "evaluation__prompts": "3 8", "evaluation__samples": 1}
+    words = overrides(tmp_path / "run", checkpoint__every=0, **settings)
     outcomes = ranks.outcomes(2, rank_cases.trained, str(recipe), words, timeout_s=60)
     told = {outcome.error for outcome in outcomes}
     assert len(told) == 1
