@@ -48,6 +48,8 @@ class Evaluator:
         self.config, self.adapter, prompts = config, run.adapter, run.prompts
         self.scorer = Scorer(run.rewards, behind=False, scoring=build_scoring(config))
         self.texts, self.metadata = _chosen(config.evaluation.prompts, prompts)
+        if config.evaluation.every and config.evaluation.prompts:
+            self.adapter.encode(self.texts)  # one that the model does not know is told before anything is written
         self.judge = load_judge(config.evaluation.judge) if config.evaluation.judge else None
         self.sigmas = build_sigmas(config, run.adapter, config.evaluation.steps or config.sampling.steps)
         self.noise = KeyedNoise(config.run.seed, run.adapter.latent_shape)

@@ -11,7 +11,7 @@ made with `parallel.timeout_s`, for PyTorch gives a new one half an hour.
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
@@ -38,7 +38,8 @@ class Ranks:
 
     rank, world_size: among all. data_rank, num_data_ranks: among those that make different samples. is_first: rank 0,
     which alone writes to the run folder. speaks: the first of the ranks that share its samples, whose rewards count.
-    mesh: over `AXES`; None for one process.
+    mesh: over `AXES`; None for one process. before_leaving: what is still done, in a moment, where the process ends
+    by a failure and nothing is unwound.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Ranks:
         self.is_first, self.speaks = rank == 0, model_rank == 0
         self._sharing = sharing
         self.failures: FirstFailure | None = None
+        self.before_leaving: list[Callable[[], None]] = []
         self._control: dist.ProcessGroup | None = None
 
     @classmethod
@@ -90,6 +92,9 @@ class Ranks:
             raise
         except BaseException as error:
             if self.failures is not None:
+                for function in self.before_leaving:
+                    with suppress(OSError):
+                        function()
                 self.failures.leave(error)
             raise
 

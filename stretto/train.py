@@ -77,6 +77,7 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[RunFolder | None]:
             store.set(key, "")
 
     ranks.on_first(hold)
+    ranks.before_leaving += [folder.remove_if_empty for folder in held]
     with held[0] if held else nullcontext() as folder:
         yield folder
 

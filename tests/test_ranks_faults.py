@@ -1,5 +1,6 @@
 """What goes wrong around many ranks: settings that disagree, restarts, rewards that fail on some ranks."""
 
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,16 @@ def test_a_restart_goes_on_with_its_jobs_own_run_and_not_with_one_that_was_there
     for restarts in (0, 1):
         with pytest.raises(ValueError, match=r"already holds a run; go on with it \(--resume auto\)"):
             start(restarts)
+
+
+def test_a_folder_that_was_made_for_nothing_goes_with_a_rank_that_fails(tmp_path: Path) -> None:
+    alone, there = RunRanks((1, 1, 1, 1)), []
+    alone.failures = SimpleNamespace(leave=lambda error: there.append((tmp_path / "run").exists()))  # type: ignore
+    config = load_recipe(RECIPE, ["--run.folder", str(tmp_path / "run")])
+    with suppress(ValueError), open_folder(config, alone), alone.failing_fast():
+        assert (tmp_path / "run/.lock").is_file()
+        raise ValueError("num_heads=4 cannot be split over 3 ranks")
+    assert there == [False]
 
 
 FIRST_ALONE = """

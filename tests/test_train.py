@@ -422,3 +422,11 @@ def test_a_failed_start_leaves_nothing(recipe, tmp_path):
     with pytest.raises(ValueError, match="is not a diffusers folder"):
         train(load_recipe(path, ["--model.path", str(tmp_path)]))
     assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_prompt_that_the_model_does_not_know_leaves_nothing(tmp_path):
+    words = ["--evaluation.prompts", "x", "--sampling.samples_per_forward", "1", "--schedule.race", "0"]
+    config = load_recipe(ROOT / "recipes/digits.toml", [*words, "--run.folder", str(tmp_path / "run")])
+    with pytest.raises(ValueError, match="prompt 'x' is not a digit"):
+        train(config)
+    assert not (tmp_path / "run").exists()

@@ -78,12 +78,15 @@ class RunFolder:
 
     def close(self) -> None:
         """Give the folder up."""
-        if self._lock is None:
-            return
-        if not self._was_there and os.listdir(self.path) == [".lock"]:
+        if self._lock is not None:
+            self.remove_if_empty()
+            self._let_go()
+
+    def remove_if_empty(self) -> None:
+        """Let a folder vanish that was made here and in which nothing was written."""
+        if not self._was_there and self.path.is_dir() and os.listdir(self.path) == [".lock"]:
             (self.path / ".lock").unlink()
             self.path.rmdir()
-        self._let_go()
 
     def __enter__(self) -> "RunFolder":
         return self
