@@ -95,6 +95,9 @@ class FirstFailure:
         Code 2 for what a user can mend, 128 + n for signal n, else 1. The traceback is shown by the rank that failed
         first, and not for what a user can mend.
         """
+        if threading.current_thread() is threading.main_thread():  # torchrun tells survivors to stop, as they do
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
         is_mendable = isinstance(error, ValueError | OSError | ImportError)
         code = 2 if is_mendable else 1
         if isinstance(error, KeyboardInterrupt):

@@ -105,12 +105,22 @@ def hosted_by_a_rank(culprit):
 
 
 def leaves(error, watched):
-    """The process ends though a thread of it never would."""
+    """The process ends though a thread of it never would, and though it is told to stop, twice."""
     failures = accounts(bound_s=2.0)
     threading.Thread(target=time.sleep, args=(60,)).start()
     if watched:
         failures.__enter__()
-    failures.leave(error)
+    report = failures.report
+
+    def interrupted(error):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+        return report(error)
+
+    failures.report = interrupted
+    with Signals():
+        failures.leave(error)
 
 
 def main(act):

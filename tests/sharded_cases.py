@@ -1,5 +1,6 @@
 """What every rank does in tests of schedules on a sharded transformer, beside one process that has it whole."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -114,6 +115,7 @@ def rule_of(case: dict[str, Any]) -> AdvantageRule:
 
 def sharded(case: dict[str, Any]) -> dict[str, Any]:
     """Two iterations of two prompt groups; of the second the gradient (rank 0), what was sent and what was run."""
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # none reaches a user
     n, copies = dist.get_world_size(), case.get("copies", 1)
     mesh = init_device_mesh("cpu", (copies, n // copies), mesh_dim_names=("replicate", "shard"))
     policy, modules = make_policy(case, mesh=mesh["shard"])

@@ -5,6 +5,7 @@ owners. Gradients are sums over ranks, not averages. The hazard is that ranks ru
 that one of them leaves out stops all. Source: torch's `fully_shard`.
 """
 
+import warnings
 from typing import cast
 
 import torch
@@ -62,6 +63,8 @@ def shard_transformer(
         reduce_dtype=None if compute_dtype is None else torch.float32,
         cast_forward_inputs=False,
     )
+    # A FLUX block returns views; what torch warns of is a write into one in place, and no block or adapter does that.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     wrapped: list[FSDPModule] = []
     for module in [*blocks_of(transformer), transformer]:
         if any(True for _ in module.parameters()):
