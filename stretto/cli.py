@@ -267,9 +267,10 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _tell(text: str) -> None:
-    """A line on stderr; nobody can be told that it fails."""
+    """A line on stderr, in one write, or lines of several ranks mix; nobody can be told that it fails."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def _give_up_failing_stdout() -> None:

@@ -199,7 +199,7 @@ def _clone(store: Any, attempt: int, timeout_s: float) -> dist.Store:
 
 def _end(line: str, code: int) -> NoReturn:
     with contextlib.suppress(OSError, ValueError):
-        print(f"stretto: error: {line}", file=sys.stderr)
+        sys.stderr.write(f"stretto: error: {line}\n")  # at once: under `python -u` print would write twice
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

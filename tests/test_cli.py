@@ -272,6 +272,17 @@ def test_a_json_target_that_cannot_be_written_is_told_before_the_work(recipe, ca
     assert capsys.readouterr().err == f"stretto: error: --json {target}: {told}\n"
 
 
+@pytest.mark.parametrize("said", ["stretto.cli._tell('a line')", "stretto.first_failure._end('a line', 2)"])
+def test_an_error_is_one_write_so_that_ranks_do_not_mix_their_lines(said):
+    """A pipe of packets keeps writes apart; torchrun starts its ranks with `-u`."""
+    read, write = os.pipe2(os.O_DIRECT)
+    command = [sys.executable, "-u", "-c", f"import stretto.cli, stretto.first_failure; {said}"]
+    subprocess.run(command, stderr=write, timeout=60)
+    os.close(write)
+    assert os.read(read, 4096).endswith(b"a line\n")
+    os.close(read)
+
+
 def test_a_closed_stdout_or_stderr_is_no_error(recipe):
     command = f"{sys.executable} -m stretto"
     ended = run("sh", "-c", f"{command} train --help >&-; echo $?; {command} train none.toml >&- 2>&-; echo $?")
