@@ -1,3 +1,4 @@
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,11 @@ from tests import tiny
 from tests.ranks import Ranks
 
 SIZES = {"flux": {"height": 16, "width": 24}, "wan": {"height": 32, "width": 48, "frames": 9}}
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs ignore SIGINT, and so would every process that a test interrupts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
