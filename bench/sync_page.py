@@ -98,7 +98,8 @@ def _paper_native(case):
         for label, gain in gains.items()
     )
     return (
-        f"Which of the four is the paper's native? There coalescing made native {paper:.2f} times faster.\nHere: {listed}.\n"
+        f"Which of the four is the paper's native? There coalescing made native {paper:.2f} times faster.\n"
+        f"Here: {listed}.\n"
         f"The nearest is *{nearest}*: reweight with late reduction is {steps[nearest] / steps['reweight, late']:.2f} "
         "times faster than it.\n"
     )
