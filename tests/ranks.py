@@ -1,12 +1,12 @@
-"""Spawned gloo ranks for tests: `Ranks.run(4, function, case)` calls `function(case)` on 4 ranks.
+"""Gloo ranks for tests, each a process: `Ranks.run(4, function, case)` calls `function(case)` on 4 ranks.
 
-The processes are spawned once for the whole suite (a fork would deadlock gloo; eight imports of torch are the
-price) and are shared by every world size: going from one size to another costs one rendezvous, on loopback,
-through a store that the parent holds on a free port. `function` must live in a module that a child can
-import; cases and results are plain picklable data. Every call has a deadline: when it passes, each rank tells
-where it stands (a second thread in the child answers while the first is stuck). After any error the world is
-made anew, and a child that died or hung is replaced. The hazard: a module that is slow to import is imported
-once in every child.
+The processes are started once for the whole suite and are shared by every world size: going from one size to another
+costs one rendezvous, on loopback, through a store that the parent holds on a free port. They are forked from a server
+that has imported what cases need and has run nothing (a fork of a process that has used gloo would deadlock): one
+import for all of them, and for those that replace them. `function` must live in a module that a child can import;
+cases and results are plain picklable data. Every call has a deadline: when it passes, each rank tells where it stands
+(a second thread in the child answers while the first is stuck). After any error the world is made anew, and a child
+that died or hung is replaced. The hazard: a module that only some cases need is imported once in every child.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 LARGEST_WORLD = 8
+IMPORTED_ONCE = ["torch.distributed.tensor", "stretto.train", "stretto.models.digits", "tests.tiny"]
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ class _Child:
     """The parent's end of one rank's process."""
 
     def __init__(self, rank: int, port: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)
         self.rank = rank
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(rank, theirs, port), daemon=True)
