@@ -94,9 +94,10 @@ def _touches(keys: tuple[str, ...], unread: set[str]) -> bool:
 
 
 def _override(config: Config, overrides: list[str]) -> tuple[Config, list[Fault]]:
-    """One option at a time, so that each wrong one is named and none hides the next."""
+    """All options at once; where one is wrong one at a time, so that each is named and none hides the next."""
     faults = []
     known = strict.field_types()
+    read: list[tuple[str, str, list[str]]] = []
     for option, values in _options(overrides):
         key = option.removeprefix("--").replace("-", "_")
         shown = " ".join([option, *values])
@@ -107,10 +108,14 @@ def _override(config: Config, overrides: list[str]) -> tuple[Config, list[Fault]
         elif key not in known:
             faults.append(Fault((key,), f"{shown}: unknown setting; {strict.nearest(key)}"))
         else:
-            try:
-                config = _parse(config, [f"--{key}", *values])
-            except SystemExit:
-                faults.append(Fault((key,), f"{shown}: {strict.wants(known[key])}"))
+            read.append((shown, key, [f"--{key}", *values]))
+    with contextlib.suppress(SystemExit):
+        return _parse(config, [word for _, _, words in read for word in words]), faults
+    for shown, key, words in read:
+        try:
+            config = _parse(config, words)
+        except SystemExit:
+            faults.append(Fault((key,), f"{shown}: {strict.wants(known[key])}"))
     return config, faults
 
 

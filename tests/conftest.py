@@ -1,5 +1,6 @@
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,18 @@ SIZES = {"flux": {"height": 16, "width": 24}, "wan": {"height": 32, "width": 48,
 def pytest_configure() -> None:
     """A shell's background jobs ignore SIGINT, and so would every process that a test interrupts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow what tests/slower.txt lists; told where the whole suite has no such case."""
+    lines = (Path(__file__).parent / "slower.txt").read_text().splitlines()
+    listed = {line for line in lines if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
+    unknown = listed - {item.nodeid for item in items}
+    if unknown and config.args == config.getini("testpaths"):
+        raise pytest.UsageError(f"tests/slower.txt: there is no {min(unknown)}")
 
 
 @pytest.fixture(scope="session")

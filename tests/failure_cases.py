@@ -129,7 +129,7 @@ def main(act):
     store = store_of_this_attempt(store, rank, world_size, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    failures = FirstFailure(store, rank, world_size, bound_s=10.0)
+    failures = FirstFailure(store, rank, world_size, bound_s=6.0)
     with Signals(), failures:
         try:
             for iteration in range(2):

@@ -28,7 +28,13 @@ import torch
 import torch.distributed as dist
 
 LARGEST_WORLD = 8
-IMPORTED_ONCE = ["torch.distributed.tensor", "stretto.train", "stretto.models.digits", "tests.tiny"]
+IMPORTED_ONCE = [
+    "torch.distributed.tensor",
+    "stretto.train",
+    "stretto.models.digits",
+    "stretto.rewards.digits",
+    "tests.tiny",
+]
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ SMALL = {
     "optimizer.clip_norm": 1e9,
     "checkpoint.every": 1,
 }
+FEWER = {"run__iterations": 1, "prompts__samples": 3, "sampling__steps": 3, "trained_steps__steps": "0 1"}
+"""For ranks that send many messages a forward; tests/test_ranks_models.py goes on after the first update."""
 
 
 def overrides(folder: Path, **settings: Any) -> list[str]:
@@ -192,6 +194,7 @@ def test_every_schedule_and_reduction_gives_the_gradient_of_one_process(runs: Ru
 def test_ranks_that_hold_one_model_between_them_give_its_gradient(
     runs: Runs, num_ranks: int, settings: dict[str, Any]
 ) -> None:
+    settings = FEWER | settings
     alone = {key: value for key, value in settings.items() if not key.startswith("parallel__")}
     compare(runs.run(num_ranks, **settings), runs.one(**alone))
 
@@ -231,6 +234,7 @@ def test_ranks_that_hold_one_model_between_them_give_its_gradient(
     ids=lambda case: "-".join(str(value) for value in case.values()) if isinstance(case, dict) else str(case),
 )
 def test_ranks_that_share_a_sample_give_its_gradient(runs: Runs, num_ranks: int, settings: dict[str, Any]) -> None:
+    settings = FEWER | settings
     alone = {key: value for key, value in settings.items() if not key.startswith("parallel__")}
     compare(runs.run(num_ranks, **settings), runs.one(**alone), tolerance=1e-5, is_bitwise=False)
 
