@@ -28,7 +28,7 @@ def accounts(**options):
 
 def new_reduce():
     """A sum over a new group of all ranks that gives up soon: here a rank's failure does not end its process."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=4))
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
     return lambda: dist.all_reduce(torch.ones(3), group=group)
 
 
@@ -55,7 +55,7 @@ def some_are_killed(victims, busy):
         if rank in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == busy:
-            compute_for(8.0)
+            compute_for(6.0)
             return failures._store.get("first").decode()
         failures.phase("reduction")
         try:
