@@ -114,8 +114,9 @@ def _ranks(folder):
     lines = [
         f"One job on 1, 2 and 4 ranks of a machine with {report['cpus']} processors "
         "([JSON](bench/results/ranks.json), `python -m bench.ranks`, then `--whole`): "
-        "seconds an iteration and by phase ([metrics](docs/metrics.md)), and the largest "
-        "relative difference of the first iteration's reward and gradient norm from one rank's. Four ranks share two "
+        "seconds an iteration and by phase ([metrics](docs/metrics.md)), *blocked* what of them stood still for "
+        "gradients or parameters; *difference* is the largest relative one of the first iteration's reward and "
+        "gradient norm from one rank's, *noise* whether every iteration drew one rank's. Four ranks share two "
         "processors, and seconds say nothing of machines with more:",
         "",
         f"| the demo | schedule, reduction | an iteration | {' | '.join(shown)} | blocked | difference | noise |",
@@ -161,7 +162,7 @@ def _sync(folder):
         f"{case['rho']:g} forwards, products as sleeps of their measured time ([JSON](bench/results/sync.json), "
         "`python -m bench.sync --emulate`, [all of it](docs/many-ranks-measured.md)):",
         "",
-        "| | ms | blocked for gradients | late is faster by |",
+        "| | ms | of it blocked for gradients | its time over that of *reweight, late* |",
         "|---|---|---|---|",
     ]
     for way in ways:

@@ -25,13 +25,19 @@ Made by `python -m bench.sync_page` from [sync.json](../bench/results/sync.json)
 
 `{command}`
 
+(Each needs root, for the namespaces; of two that name a cell the later one holds.)
+
+{short}
+
 One machine of 2 cores; ranks in network namespaces on links of a set rate, gloo, float32, one sample a forward,
 T = 10 steps, all trained, as in the paper's ablation (arXiv 2609.03528). Forward and backward are sleeps of a
 measured time: that of a FLUX transformer of 9.2 M parameters, made so much longer that a forward without gradient
 takes {forward:.0f} ms. Decoding and the reward sleep as long as {reward:.0f} such forwards. Schedules, gradients and
 messages are the library's own; a full gradient has a sixteenth of the model's elements, a LoRA gradient all of its
 own. The rate is set so that one reduction alone (each rank sends every owner its shard) takes what is written, in
-forwards F; the law is given what it took.
+forwards F. The *law* (`bench/sync_law.py`) is the time that follows from these seconds alone; it is given what a
+reduction took, and knows nothing of what a message costs besides its bytes. No GPU figure is here because none was
+measured.
 
 Ways to reduce:
 
@@ -63,11 +69,21 @@ def page(result=RESULT):
     problem = cases[0]["problem"]
     head = HEAD.format(
         command=report["command"].replace("; ", "`\n`"),
+        short=_in_short(cases[0]),
         forward=1e3 * problem["forward_s"],
         reward=problem["reward_s"] / problem["forward_s"],
     )
     figures = [*map(_ablation, cases), "## All figures\n", *map(_cell, cases)]
-    return "\n".join([head, _claims(cases), _paper_native(cases[0]), *figures])
+    return "\n".join(part for part in [head, _claims(cases), _paper_native(cases[0]), *figures] if part)
+
+
+def _in_short(case):
+    """The one sentence for who reads no further."""
+    told = []
+    for label in ("reweight, late", "reweight, coalesced", "native, per step, all-reduced"):
+        step, blocked = (1e3 * statistics.median(case["seconds"][label][key]) for key in ("step", "blocked"))
+        told.append(f"*{label}* {step:.0f} ms, of it {blocked:.1f} blocked for gradients")
+    return f"In short, an iteration of **{case['name']}** takes:\n" + ";\n".join(told) + "."
 
 
 def _claims(cases):

@@ -3,7 +3,8 @@
 # The run folder must be on a disk that all hosts share. A job that is preempted (SIGTERM, with notice) leaves a
 # checkpoint and, where the partition requeues what it preempts, is put back into the queue; at the time limit it leaves
 # one too, and goes on when it is submitted again. A rank that dies is restarted by torchrun with all others, and the
-# run goes on from the newest whole checkpoint.
+# run goes on from the newest whole checkpoint. Submit it from the directory of the recipe's relative paths, with the
+# environment that has stretto and torchrun active; without --gpus-per-node a host runs one process.
 #SBATCH --job-name stretto
 #SBATCH --ntasks-per-node 1
 #SBATCH --cpus-per-task 32

@@ -218,7 +218,8 @@ class Schedule:
     """When the gradient is made."""
 
     name: Literal["auto", "native", "retain", "reweight", "two_sum", "hybrid"] = "auto"
-    """`auto`: with KL or best-of-n retain, else reweight; timed against native with replay at the start."""
+    """`auto`: with KL or best-of-n retain, else reweight; timed against native with replay at the start of
+    a run of one process."""
     retain_last: int = 1
     """Trained steps whose graphs hybrid keeps; it reweights those before."""
     replay_batch: int = 1

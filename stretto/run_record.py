@@ -21,6 +21,7 @@ from stretto.config import Config
 from stretto.evaluation import Evaluation, Evaluator
 from stretto.learner import Learner
 from stretto.models.trainable import save_full, save_lora
+from stretto.policy.schedules import Late
 from stretto.recipe import dump_recipe
 from stretto.record.checkpoint import Checkpoint, Checkpoints
 from stretto.record.environment import as_json, environment
@@ -102,6 +103,12 @@ class RunRecord:
         if self.ranks.world_size > 1:
             axes = " x ".join(f"{axis} {size}" for axis, size in self.ranks.sizes.items() if size > 1)
             self._say(f"{self.ranks.world_size} ranks: {axes}; reduction: {self.learner.reduction.kind}")
+        rows = config.sampling.samples_per_forward
+        if rows > 1 and isinstance(self.learner.schedule, Late):
+            self._say(
+                f"note: samples are rolled out one by one, for each one's gradient leaves by itself; "
+                f"sampling.samples_per_forward = {rows} holds for evaluation alone"
+            )
         self._say("on-policy: one forward gives both log-probabilities, so the ratio is 1 by design")
         updates = config.optimizer.updates_per_rollout
         if updates > 1:

@@ -6,13 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from stretto.choose import choose
+from stretto.choose import Choice, choose
+from stretto.policy.schedules import Late, Retain
 from stretto.ranks import Ranks as RunRanks
 from stretto.recipe import load_recipe
 from stretto.record.checkpoint import newest
+from stretto.run_record import RunRecord
 from stretto.train import open_folder
 from tests import rank_cases
 from tests.ranks import Ranks
@@ -142,3 +145,22 @@ def test_a_forward_on_split_layers_waits_for_the_weights_that_the_optimizer_move
         ranks.run(num_ranks, rank_cases.trained, str(RECIPE), [*words, "--parallel.tensor", str(num_ranks)])
         rewards.append([line["reward"] for line in rank_cases.metrics_of(folder)])
     assert rewards[1] == pytest.approx(rewards[0], rel=2e-5)
+
+
+@pytest.mark.parametrize(("schedule", "rows", "is_told"), [(Late, 240, True), (Late, 1, False), (Retain, 240, False)])
+def test_a_run_that_rolls_out_one_by_one_says_so_where_batches_were_asked_for(
+    schedule: type, rows: int, is_told: bool
+) -> None:
+    said: list[str] = []
+    learner = SimpleNamespace(
+        policy=SimpleNamespace(parameters={}, module=torch.nn.Identity()),
+        reduction=SimpleNamespace(kind="late"),
+        schedule=schedule.__new__(schedule),
+    )
+    config = load_recipe(RECIPE, ["--sampling.samples_per_forward", str(rows)])
+    ranks = RunRanks((1, 1, 1, 1))
+    record: Any = SimpleNamespace(config=config, finished=0, learner=learner, ranks=ranks, _say=said.append)
+    RunRecord._greet(record, Choice("reweight", 1, "the recipe says so"))
+    told = [line for line in said if "one by one" in line]
+    assert bool(told) == is_told
+    assert all("sampling.samples_per_forward = 240 holds for evaluation alone" in line for line in told)

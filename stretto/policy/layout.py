@@ -50,7 +50,8 @@ def waves(
     """The waves of the prompt groups in `trained_steps` (group -> its trained steps), `num_samples` samples each.
 
     Groups of equal trained steps follow one another in batches of at most `num_rows`. With one row a forward and M >=
-    R, rank r makes sample q R + r of a group in its round q; with M < R, a wave holds ceil(R / M) groups. Every rank
+    R, rank r makes sample q R + r of the first group in round q, and a later group begins with the rank whose turn it
+    is; with M < R, a wave holds ceil(R / M) groups. Every rank
     makes, over all waves, as many samples as any other, or one fewer. together: one wave of everything, for
     statistics over all groups.
     """
