@@ -44,6 +44,7 @@ class GradientReducer(LateBound, OwnedShards):
             `finish`. They leave in the order of backward, so then no rank may go without one.
         units: modules that use the parameters of their submodules without calling them, as
             `nn.MultiheadAttention` does: after `publish` all of a unit's parameters are awaited before its forward.
+            What is inside gets no hook of its own, so it must be called by its unit alone.
         sharded: leave each rank the gradient of its own shard, in `owned`, instead of every gradient
             everywhere.
         late_bound: keep every rank's pieces apart until `settle` or `fold` says what they are worth;

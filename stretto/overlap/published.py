@@ -1,8 +1,8 @@
 """Parameters of which every rank owns a shard, sent to everyone behind the next forward.
 
 Each module waits for its own before its forward, and a state dict for those that it holds. The hazard is a module
-that reads a submodule's parameters without calling it: name it as a unit. Source: ZeRO-1; this library's direct
-gather.
+that reads a submodule's parameters without calling it: name it as a unit, inside of which modules stay unhooked, as
+layers that take hooked ones for strangers want it. Source: ZeRO-1; this library's direct gather.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,10 +36,12 @@ class Published:
         self._bucket_of = {id(p): index for index, b in enumerate(buckets) for p in b.parameters}
         self._arriving: dict[int, Future[Made]] = {}
         self.handles: list[Any] = []
+        inside = {m for unit in units for m in unit.modules() if m is not unit}  # its unit has waited for it
         for m in module.modules():
             recurse = any(m is unit for unit in units) or isinstance(m, nn.MultiheadAttention)
             mine, own = self._buckets_of(m, recurse), self._buckets_of(m, recurse=False)
-            self.handles.append(m.register_forward_pre_hook(partial(self._before, mine)))
+            if mine and m not in inside:
+                self.handles.append(m.register_forward_pre_hook(partial(self._before, mine)))
             self.handles.append(m.register_state_dict_pre_hook(partial(self._before, own)))
 
     def send(self, owned: Sequence[Tensor], thread: Worker, peers: Peers, *, check: bool) -> None:

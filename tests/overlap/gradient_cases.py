@@ -115,6 +115,7 @@ def units() -> None:
     """A module that reads its submodule's weight without calling it sees the published one."""
     mine = Reads().double()
     reducer = GradientReducer(mine, dist.group.WORLD, bucket_bytes=1, sharded=True, units=[mine.inside])
+    assert not mine.inside.layer._forward_pre_hooks  # or the layer would no more be taken for a plain one
     optimizer = torch.optim.SGD(reducer.owned, lr=1.0)
     mine(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
     reducer.finish()
