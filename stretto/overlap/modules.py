@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from stretto.overlap.all_reduce import matmul_all_reduce, matmul_all_reduce_start, replicate_matmul
 from stretto.overlap.follower import Follower
-from stretto.overlap.inputs import Sizes
+from stretto.overlap.inputs import Sizes, outside_of_graphs
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.p2p import peers_of
 from stretto.overlap.packed import PackedColumns, packed_columns
@@ -224,8 +224,12 @@ class SharedInput:
         self._key: tuple[Tensor, int, bool] | None = None
         self._outputs: dict[int, Tensor] = {}
 
+    @outside_of_graphs
     def output(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        """`layer`'s output for x; kept from a sibling's call if x is the very same tensor, unchanged."""
+        """`layer`'s output for x; kept from a sibling's call if x is the very same tensor, unchanged.
+
+        Not compiled: whether a tensor is the same and unchanged is no operation of a graph.
+        """
         state = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
         held = self._key is not None and self._key[0] is x and self._key[1:] == state
         if not held or id(layer) not in self._outputs:
