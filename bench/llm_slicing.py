@@ -184,10 +184,10 @@ def send_everywhere(
 
 
 def summed_input_gradient(
-    call: Call, ctx: Any, how: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor]
+    call: Call, ctx: Any, how: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], left: Any
 ) -> tuple[Tensor, list[Any]]:
     """Of a column layer without sharded rows: chunks are all-reduced beside each other and beside the weights'."""
-    sums = column._started(ctx.needs_input_grad[3:], weights)
+    sums = column._started(ctx.needs_input_grad[4:], weights)
     slices = Slices(tuple(slice_sizes(x.shape[0], call.peers.world_size)), how.num_subslices)
     scatter = Scatter(call, how.header(call, x.dtype), tuple(x.shape), slices, x.device, check=how.check)
     for piece in scatter.pieces():

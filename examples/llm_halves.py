@@ -2,7 +2,8 @@
 
 Where every rank has all rows, what follows a row layer needs its sum at once: nothing of its own is left to compute
 meanwhile. So a decoder layer takes the batch in two halves and starts the sum of one half before it turns to the
-other. A layer hands on halves whose last sums are still under way. Source: Domino (arXiv 2409.15241).
+other. A layer hands on halves whose last sums are still under way. In the backward the sums of input gradients hide
+behind the other half by themselves (`replicate_matmul`). Source: Domino (arXiv 2409.15241).
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM
 
 from stretto.overlap import Pending, RowLinear, matmul_all_reduce_start
@@ -42,10 +44,8 @@ class StartedRowLinear(RowLinear):
 class HalvesLayer(LlamaDecoderLayer):
     """`LlamaDecoderLayer` on two halves of the batch: attention, attention, MLP, MLP."""
 
-    def forward(self, hidden_states: Any, **kwargs: Any) -> list[Half]:
-        halves = hidden_states
-        if isinstance(halves, Tensor):
-            halves = [Half(part) for part in halves.chunk(2)]
+    def forward(self, halves: list[Half], **kwargs: Any) -> list[Half]:
+        """Each sum is under way while the other half computes."""
         halves = [self._attend(half.value(), kwargs) for half in halves]
         return [self._transform(half.value()) for half in halves]
 
@@ -58,15 +58,25 @@ class HalvesLayer(LlamaDecoderLayer):
         return Half(x, self.mlp.down_proj.sum)
 
 
+class HalvesLlama(LlamaForCausalLM):
+    """`LlamaForCausalLM` of tokens (batch, rows), the batch in two halves from the embedding to the logits."""
+
+    def forward(self, input_ids: Tensor, **ignored: Any) -> CausalLMOutput:
+        """The first half's logits hide the second's last sum, in the backward the other way round."""
+        model = self.model
+        x = model.embed_tokens(input_ids)
+        positions = model.rotary_emb(x, torch.arange(x.shape[1], device=x.device).unsqueeze(0))
+        halves = [Half(part) for part in x.chunk(2)]
+        for layer in model.layers:
+            halves = layer(halves, position_embeddings=positions, attention_mask=None)
+        logits = [self.lm_head(model.norm(half.value())) for half in halves]
+        return CausalLMOutput(logits=torch.cat(logits))
+
+
 def use_halves(model: LlamaForCausalLM) -> None:
-    """Make every layer of a tensor-parallel model a `HalvesLayer`, in place."""
+    """Make a tensor-parallel model a `HalvesLlama`, in place."""
+    model.__class__ = HalvesLlama
     for layer in model.model.layers:
         layer.__class__ = HalvesLayer
         for row in (layer.self_attn.o_proj, layer.mlp.down_proj):
             row.__class__ = StartedRowLinear
-    model.model.norm.register_forward_pre_hook(_joined)
-
-
-def _joined(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    halves = inputs[0]
-    return (halves if isinstance(halves, Tensor) else torch.cat([half.value() for half in halves]),)

@@ -1,7 +1,8 @@
 """Tensor parallelism without sequence sharding: every rank has every row, before and after.
 
 An all-reduce is a reduce-scatter, which hides behind its product, and a gather, which does not: it hides
-behind whatever the caller does next, or, in the backward of a column layer, behind the weights' gradients.
+behind whatever the caller does next, or, in the backward of a column layer, behind the weights' gradients and
+whatever autograd can do before it needs the sum.
 The hazard is `Pending`: its tensor must not be read before `wait`. Source: the backward table of this
 library's schedules.
 """
@@ -14,7 +15,7 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.overlap.column import ReplicateMatmul
+from stretto.overlap.column import ReplicateMatmul, SummedGradient, UnderWay
 from stretto.overlap.inputs import (
     check_linear,
     checked_how,
@@ -197,7 +198,8 @@ def replicate_matmul(
 
     Gradients:
         x: summed over ranks, bitwise the same on every rank; the sums go round while the weights' gradients
-            are computed. weights, biases: local.
+            are computed, and whatever else autograd has to do then, such as the other half of a batch. weights,
+            biases: local.
 
     Raises:
         As `all_gather_matmul`.
@@ -209,5 +211,6 @@ def replicate_matmul(
         gradients, device = needed(x, *weights, *bs), x.device
         how = checked_how(peers, schedule, num_subslices, check, gradients, device=device, tuned_as=tuned_as)
     rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
-    outs = ReplicateMatmul.apply(how, len(weights), rows, *weights, *bs)
+    under_way = UnderWay()
+    outs = ReplicateMatmul.apply(how, under_way, len(weights), SummedGradient.before(rows, under_way), *weights, *bs)
     return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]

@@ -1,8 +1,10 @@
 """The autograd of column-parallel products: rows arrive before the product, input gradients leave after it.
 
 `AllGatherMatmul` has its rows sharded; `ReplicateMatmul` has them whole on every rank. In both backwards the
-input's gradient leaves beside the weights' gradients. The hazard: which gradients are needed decides what is
-sent, so it must be the same on every rank. Source: the backward table of this library's schedules.
+input's gradient leaves beside the weights' gradients. Where rows are whole it may still be arriving when these are
+done: `SummedGradient`, the node before, waits for it when autograd has nothing else to do. The hazard: which
+gradients are needed decides what is sent, so it must be the same on every rank. Source: the backward table of this
+library's schedules; the other half of a batch beside a column layer's sums is Domino's (arXiv 2409.15241).
 """
 
 from collections.abc import Sequence
@@ -14,13 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.overlap.inputs import How
-from stretto.overlap.loops import Scatter, gather
+from stretto.overlap.loops import Scatter, gather, send_everywhere
 from stretto.overlap.p2p import Call
+from stretto.overlap.pending import Left
 from stretto.overlap.products import WeightGradient, input_partial, output
 from stretto.overlap.routes import Slices, slice_sizes
 from stretto.overlap.tuning import tuned
+from stretto.overlap.two_ranks import exchange_sums
 
-__all__ = ["AllGatherMatmul", "ReplicateMatmul"]
+__all__ = ["AllGatherMatmul", "ReplicateMatmul", "SummedGradient", "UnderWay"]
 
 
 class AllGatherMatmul(torch.autograd.Function):
@@ -95,14 +99,54 @@ def _input_and_weight_gradients(
     return scatter.result() if scatter is not None else None, sums
 
 
-class ReplicateMatmul(torch.autograd.Function):
-    """x (rows, inner, K), the same on every rank, and weights (F, K) -> (rows, inner, F) for each weight."""
+class UnderWay:
+    """The sums that a backward of `ReplicateMatmul` left for the node before it."""
+
+    left: Left | None = None
+
+    def wait(self) -> None:
+        """Until they have arrived."""
+        if self.left is not None:
+            self.left.wait()
+            self.left = None
+
+
+class SummedGradient(torch.autograd.Function):
+    """x -> x, whose gradient is complete behind this node only."""
+
+    @classmethod
+    def before(cls, x: Tensor, under_way: UnderWay) -> Tensor:
+        """x for `ReplicateMatmul`. The node has the lowest priority of all, so that it waits as late as it can."""
+        out: Tensor = cls.apply(under_way, x)
+        if out.grad_fn is not None:
+            out.grad_fn._set_sequence_nr(0)
+        return out
 
     @staticmethod
-    def forward(ctx: Any, how: How, num_weights: int, x: Tensor, *rest: Tensor) -> Any:
+    def forward(ctx: Any, under_way: UnderWay, x: Tensor) -> Tensor:
+        """Nothing."""
+        ctx.under_way = under_way
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        """Wait for the sums, which arrive in the gradient itself."""
+        ctx.under_way.wait()
+        return None, grads[0]
+
+
+class ReplicateMatmul(torch.autograd.Function):
+    """x (rows, inner, K), the same on every rank, and weights (F, K) -> (rows, inner, F) for each weight.
+
+    x comes out of `SummedGradient.before`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, how: How, under_way: UnderWay, num_weights: int, x: Tensor, *rest: Tensor) -> Any:
         """Products alone."""
         weights, biases = rest[:num_weights], rest[num_weights:]
-        ctx.how = how
+        ctx.how, ctx.under_way = how, under_way
         ctx.save_for_backward(x, *weights)
         outs = [weight.new_empty(*x.shape[:2], len(weight)) for weight in weights]
         return tuple(output(x, weight, bias, out) for out, weight, bias in zip(outs, weights, biases))
@@ -110,24 +154,30 @@ class ReplicateMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Input gradients are scattered beside their products and gathered beside the weights' gradients."""
+        """Input gradients leave beside their products and arrive beside the weights' gradients and what follows."""
         x, *weights = ctx.saved_tensors
-        needs_x, needs_w, needs_b = _needs(ctx.needs_input_grad[2:], len(weights))
+        needs_x, needs_w, needs_b = _needs(ctx.needs_input_grad[3:], len(weights))
         grads = tuple(grad.contiguous() for grad in grads)
         dx = None
         if needs_x:
-            facts = (x.shape[1:], len(weights), x.dtype, tuple(ctx.needs_input_grad[2:]))
+            facts = (x.shape[1:], len(weights), x.dtype, tuple(ctx.needs_input_grad[3:]))
 
-            def run(way: How) -> tuple[Tensor, list[WeightGradient | None]]:
-                return _summed_input_gradient(call, ctx, way, x, weights, grads)
+            def run(way: How) -> tuple[Tensor, list[WeightGradient | None], Left]:
+                left = Left(call)
+                dx, sums = _summed_input_gradient(call, ctx, way, x, weights, grads, left)
+                if call.is_trial:
+                    left.wait()
+                return dx, sums, left
 
             with ctx.how.peers.call("replicate_matmul backward") as call:
-                _, (dx, sums) = tuned(call, ctx.how, x.shape[0], facts, run)
+                _, (dx, sums, ctx.under_way.left) = tuned(call, ctx.how, x.shape[0], facts, run)
+            if torch.is_anomaly_enabled():  # it reads every gradient at once
+                ctx.under_way.wait()
         else:
             sums = _started(needs_w, weights)
             _add(sums, grads, x, slice(None))
         dbs = [grad.sum((0, 1)) if needed else None for grad, needed in zip(grads, needs_b)]
-        return None, None, dx, *(s and s.result() for s in sums), *dbs
+        return None, None, None, dx, *(s and s.result() for s in sums), *dbs
 
 
 def _summed_input_gradient(
@@ -137,14 +187,29 @@ def _summed_input_gradient(
     x: Tensor,
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
+    left: Left,
 ) -> tuple[Tensor, list[WeightGradient | None]]:
-    sums = _started(ctx.needs_input_grad[3:], weights)
+    """The input's gradient, complete when `left` was waited for, and the weights'."""
+    sums = _started(ctx.needs_input_grad[4:], weights)
     slices = Slices(tuple(slice_sizes(x.shape[0], call.peers.world_size)), how.num_subslices)
     header = how.header(call, x.dtype)
+    if call.peers.world_size == 2 and how.schedule == "direct":
+        mine = torch.empty_like(x)
+
+        def multiply(rows: slice) -> None:
+            mine[rows] = input_partial(grads, weights, rows, x.dtype)
+
+        dx = exchange_sums(call, header, mine, slices, left, multiply, check=how.check)
+        _add(sums, grads, x, slice(None))
+        return dx, sums
     scatter = Scatter(call, header, tuple(x.shape), slices, x.device, check=how.check)
     for piece in scatter.pieces():
         scatter.put(piece, input_partial(grads, weights, piece.rows, x.dtype))
     dx = torch.empty_like(x)
+    if how.schedule == "direct":
+        left.transfers += send_everywhere(call, header, scatter.result(), slices, dx, check=how.check)
+        _add(sums, grads, x, slice(None))
+        return dx, sums
     for piece, _ in gather(call, header, scatter.result(), slices, check=how.check, into=dx):
         _add(sums, grads, x[piece.rows], piece.rows)
     return dx, sums

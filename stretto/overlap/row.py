@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.overlap.inputs import How
-from stretto.overlap.lane import Lane
-from stretto.overlap.loops import Scatter, gather, send_everywhere, sum_dtype
+from stretto.overlap.loops import Scatter, gather, send_everywhere
 from stretto.overlap.p2p import Call
 from stretto.overlap.pending import Left
 from stretto.overlap.products import BiasGradient, WeightGradient, input_gradient, output
 from stretto.overlap.routes import Slices
 from stretto.overlap.tuning import tuned
+from stretto.overlap.two_ranks import exchange_sums
 
 __all__ = ["MatmulAllReduce", "MatmulReduceScatter"]
 
@@ -66,37 +66,15 @@ def _exchanged(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
 ) -> Tensor:
-    """Of two ranks: each sends its whole partial sums and adds those that it gets, when they are waited for.
+    """Of two ranks: x times every weight, side by side, summed when `left` was waited for."""
+    widths = [len(weight) for weight in weights]
+    mine = x.new_empty(slices.total, x.shape[1], sum(widths))
 
-    As many bytes as a scatter and a gather, and nothing to wait for in between. In order of dtype and rows as
-    they do, so that both ranks, and both ways, have the same bits.
-    """
-    other, m = 1 - call.peers.rank, slices.num_subslices
-    mine = x.new_empty(slices.total, x.shape[1], sum(len(weight) for weight in weights))
-    out = torch.empty_like(mine)
-    shape = tuple(mine.shape)
-    lane = Lane(
-        call, "scatter", how.header(call, x.dtype), lambda _: (shape, shape), device=x.device, check=how.check
-    )
-    for s in range(2 * m):
-        sent, received = ((owner if s < m else 1 - owner) for owner in (other, 1 - other))
-        rows = slices.rows(sent, s % m)
-        call.begin_product()
+    def multiply(rows: slice) -> None:
         _products(x[rows], weights, mine[rows])
-        call.end_product(0, s, sent)
-        left.transfers.append(lane.post(0, s, mine[rows], out[slices.rows(received, s % m)]))
-    call.leave(left.transfers)
 
-    def add() -> None:
-        total = out.data.to(sum_dtype(out.dtype))
-        total += mine
-        bias = _side_by_side(biases, [len(weight) for weight in weights])
-        if bias is not None:
-            total += bias
-        out.data.copy_(total)
-
-    left.then = add
-    return out
+    header, bias = how.header(call, x.dtype), _side_by_side(biases, widths)
+    return exchange_sums(call, header, mine, slices, left, multiply, bias=bias, check=how.check)
 
 
 def _side_by_side(biases: Sequence[Tensor | None], widths: Sequence[int]) -> Tensor | None:

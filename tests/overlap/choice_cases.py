@@ -151,9 +151,10 @@ def traced(folder: str, schedule: str) -> dict[str, Any]:
     """A traced step: what the trace holds, and whether the products lie beside the transfers."""
     group = dist.new_group()
     n = dist.get_world_size()
-    x = torch.randn(4096, 256, requires_grad=True)
+    x = torch.randn(16384, 256, requires_grad=True)
     weight = torch.randn(256, 256, requires_grad=True)
     path = Path(folder) / f"{schedule}.json"
+    dist.barrier(group)  # a rank that comes late finds everything there
     with trace(path) as recorded:
         y = all_gather_matmul(x, weight, group, schedule=schedule, num_subslices=1 if schedule == "plain" else 2)
         y.sum().backward()
@@ -161,7 +162,7 @@ def traced(folder: str, schedule: str) -> dict[str, Any]:
     events = [event for event in written["traceEvents"] if event["ph"] == "X"]
     forward = [s for s in recorded.spans if s.operation == "all_gather_matmul"]
     products = [s for s in forward if s.what == "product"]
-    payload = re.compile(r"(sending to|receiving from) rank \d \((2048|4096), 1, 256\)")
+    payload = re.compile(r"(sending to|receiving from) rank \d \((8192|16384), 1, 256\)")
     payloads = [s for s in forward if s.what == "transfer" and payload.match(s.name)]
     beside = any(p.start_s < t.end_s and t.start_s < p.end_s for p in products for t in payloads)
     calls = recorded.calls()

@@ -4,20 +4,16 @@ Between the two: the held graphs bound the memory at k steps, and those steps co
 KL, no second vector-Jacobian product.
 """
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 from torch import Tensor
 
-from stretto.policy.loss import TrainedStep
 from stretto.policy.rollout import Batch, Policy, Score, Trajectory
-from stretto.policy.schedules.kept_graphs import KeptGraphs
-from stretto.policy.schedules.reweight import Provisional, Reweight
+from stretto.policy.schedules.kept_graphs import KeptGraphs, RetainsLast
+from stretto.policy.schedules.reweight import Provisional
 
 __all__ = ["Hybrid"]
 
 
-class Hybrid(Reweight):
+class Hybrid(RetainsLast):
     """T forwards, |S| backwards a sample; the last `retain_last` backwards wait for the advantages."""
 
     name = "hybrid"
@@ -25,24 +21,6 @@ class Hybrid(Reweight):
     def __init__(self, policy: Policy, retain_last: int = 1) -> None:
         super().__init__(policy)
         self.graphs = KeptGraphs(policy, retain_last)
-
-    def during(self, index: int, batch: Batch) -> AbstractContextManager[Any]:
-        """As reweight's before the last steps; a plain gradient forward for those."""
-        if index < self.graphs.first(batch):
-            return super().during(index, batch)
-        return self.graphs.keeping(len(batch.samples))
-
-    def trained(self, index: int, step: TrainedStep, velocity: Tensor, batch: Batch) -> None:
-        """Backpropagate at once, or keep the graph."""
-        if index < self.graphs.first(batch):
-            super().trained(index, step, velocity, batch)
-        else:
-            self.graphs.keep(velocity)
-
-    def reset(self) -> None:
-        """See `Schedule.reset`."""
-        super().reset()
-        self.graphs.forget()
 
     def _rollout(self, batch: Batch, score: Score) -> Trajectory:
         trajectory = super()._rollout(batch, score)

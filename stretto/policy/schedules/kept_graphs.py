@@ -1,4 +1,4 @@
-"""The graphs of the last trained steps, kept from the rollout until the advantages are known: the half of hybrid
+"""The graphs of the last trained steps, kept from the rollout until the advantages are known: the half of a hybrid
 that is retain.
 
 Bytes are weighed by saved-tensor hooks the first time that a forward of so many rows is run. The hazard is a graph
@@ -6,18 +6,20 @@ that outlives its use: each is let go as it is backpropagated, or when a reset f
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stretto.policy.loss import TrainedStep
 from stretto.policy.rollout import Batch, Policy, Trajectory
 from stretto.policy.schedules.base import make_gradient
-from stretto.policy.schedules.reweight import Provisional
+from stretto.policy.schedules.reweight import Provisional, Reweight
 from stretto.policy.schedules.stats import UpdateStats
 from stretto.policy.work import KeptBytes
 
-__all__ = ["KeptGraphs"]
+__all__ = ["KeptGraphs", "RetainsLast"]
 
 
 class KeptGraphs:
@@ -74,3 +76,27 @@ class KeptGraphs:
         for step in trajectory.steps[first:]:
             velocity = part.graphs.pop(0)
             make_gradient(self.policy, step.rows(rows), velocity, values.to(velocity), scale, stats)
+
+
+class RetainsLast(Reweight):
+    """Reweight, or what is made of it, of all trained steps but the last, whose graphs are kept in `graphs`."""
+
+    graphs: KeptGraphs
+
+    def during(self, index: int, batch: Batch) -> AbstractContextManager[Any]:
+        """As reweight's before the last steps; a plain gradient forward, whose graph is weighed, for those."""
+        if index < self.graphs.first(batch):
+            return super().during(index, batch)
+        return self.graphs.keeping(len(batch.samples))
+
+    def trained(self, index: int, step: TrainedStep, velocity: Tensor, batch: Batch) -> None:
+        """Backpropagate at once, or keep the graph."""
+        if index < self.graphs.first(batch):
+            super().trained(index, step, velocity, batch)
+        else:
+            self.graphs.keep(velocity)
+
+    def reset(self) -> None:
+        """See `Schedule.reset`."""
+        super().reset()
+        self.graphs.forget()

@@ -6,22 +6,19 @@ for all samples, as a round of weight 1, and nothing hides that. The hazard is l
 every rank sends it, whatever its own samples are worth. Source: this library's.
 """
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 from torch import Tensor
 
 from stretto.policy.advantage import AdvantageRule
 from stretto.policy.loss import TrainedStep
 from stretto.policy.rollout import Batch, Policy, Score, Trajectory
-from stretto.policy.schedules.kept_graphs import KeptGraphs
+from stretto.policy.schedules.kept_graphs import KeptGraphs, RetainsLast
 from stretto.policy.schedules.late import Late, Reducer
 from stretto.policy.schedules.reweight import Provisional
 
 __all__ = ["LateHybrid"]
 
 
-class LateHybrid(Late):
+class LateHybrid(RetainsLast, Late):
     """T forwards, |S| backwards a sample; the last `retain_last` backwards wait for the advantages.
 
     Arguments are late's. Beside late's rounds a rank holds k graphs a sample and one gradient, that of the graphs
@@ -44,25 +41,11 @@ class LateHybrid(Late):
         super().__init__(policy, reducer, rule, num_samples, ranks_per_sample=ranks_per_sample)
         self.graphs = KeptGraphs(policy, retain_last)
 
-    def during(self, index: int, batch: Batch) -> AbstractContextManager[Any]:
-        """Every trained step's forward has a gradient; the graphs of the last are weighed."""
-        if index < self.graphs.first(batch):
-            return super().during(index, batch)
-        return self.graphs.keeping(len(batch.samples))
-
     def trained(self, index: int, step: TrainedStep, velocity: Tensor, batch: Batch) -> None:
         """As late's before the last steps, whose graphs are kept."""
-        if index < self.graphs.first(batch):
-            super().trained(index, step, velocity, batch)
-            return
-        if index == 0:  # nothing provisional comes before it, and every rank ends this round
+        if index == self._num_provisional(batch) == 0:  # nothing provisional, and every rank ends this round
             self.reducer.finish()
-        self.graphs.keep(velocity)
-
-    def reset(self) -> None:
-        """See `Schedule.reset`; every rank must come here."""
-        super().reset()
-        self.graphs.forget()
+        super().trained(index, step, velocity, batch)
 
     def _num_provisional(self, batch: Batch) -> int:
         return self.graphs.first(batch)
