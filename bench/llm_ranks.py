@@ -164,6 +164,9 @@ class Unneeded:
 class Model:
     """A Llama made parallel; subclasses say how, and how a way is set."""
 
+    carries = False
+    """Whether messages of a step are still under way in the next."""
+
     def __init__(self, shape: Shape) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -274,6 +277,8 @@ class TensorParallel(Model):
 
 class Replicated(Model):
     """Whole weights: gradients go to the owners of shards, which update them and publish them."""
+
+    carries = True
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
@@ -390,8 +395,8 @@ def bytes_of_a_step(training: bool) -> int:
         return Sent.num_bytes
 
 
-def measure(name: str, training: bool, num_steps: int, num_bytes: int) -> float:
-    """Seconds of one step, of `num_steps` after one that is not timed."""
+def measure(name: str, training: bool, num_steps: int, num_bytes: int, warm: bool = True) -> float:
+    """Seconds of one step, of `num_steps`; after an untimed one if `warm`, or if a step reaches into the next."""
     model, way = _model, Way(name)
     assert model is not None
     with ExitStack() as stack:
@@ -401,7 +406,8 @@ def measure(name: str, training: bool, num_steps: int, num_bytes: int) -> float:
             stack.enter_context(mock.patch.object(Call, "post", Sent.copied))
         model.use(way, training)
         step = model.train if training else model.infer
-        step()
+        if warm or model.carries:
+            step()
         unneeded = Unneeded(num_bytes * num_steps) if name == "ideal" else None
         gc.collect()
         gc.disable()

@@ -43,7 +43,6 @@ def sliced() -> Iterator[None]:
         (query_split, "gather", gather),
         (query_split, "Scatter", Scatter),
         (vocab, "gather", gather),
-        (vocab, "Scatter", Scatter),
         (ulysses, "own_first", own_first),
         (ulysses, "own_last", own_last),
     ]

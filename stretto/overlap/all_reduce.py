@@ -188,7 +188,8 @@ def replicate_matmul(
         weights: each (F, K), this rank's output features, of x's dtype, or float32 where x is 16-bit.
         group: every rank of it makes this call.
         biases: (F,) for each weight, or None.
-        schedule: of the backward, as in `matmul_reduce_scatter`. Nothing is sent forward.
+        schedule: of the backward, as in `matmul_reduce_scatter`; between two ranks "auto" is "direct", as in
+            `matmul_all_reduce_start`. Nothing is sent forward.
         num_subslices: pieces per slice.
         check: as in `all_gather_matmul`; nothing can be checked before the backward.
         tuned_as: as in `all_gather_matmul`.

@@ -54,11 +54,12 @@ def exchange_sums(
     call.leave(left.transfers)
 
     def add() -> None:
-        total = out.data.to(sum_dtype(out.dtype))
+        total = out.data.to(sum_dtype(out.dtype))  # itself, where it has that dtype
         total += mine
         if bias is not None:
             total += bias
-        out.data.copy_(total)
+        if total.dtype != out.dtype:
+            out.data.copy_(total)
 
     left.then = add
     return out

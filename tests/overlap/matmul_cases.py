@@ -259,3 +259,22 @@ def wider(operation: str, schedule: str) -> None:
     same("weight.grad", my_ws[1].grad.double(), part(weights[1].grad, [2] * n, 0).double(), 1e-6)
     same("y of 16 bits", outs[0].double(), part(ys[0], [3] * n, -1).double(), 1e-2)
     same("x.grad", mine.grad.double(), (x.grad if whole else part(x.grad, [4] * n, 0)).double(), 1e-2)
+
+
+def halves_backward(schedule: str) -> list[str]:
+    """Two halves through one column layer with whole rows: in which order autograd asks for what."""
+    group, order = dist.new_group(), []
+    weight = leaf(Draw(1)(3, 4))
+    xs = [leaf(Draw(2 + half)(6, 4)) for half in range(2)]
+
+    def noted(what: str, tensor: Tensor) -> Tensor:
+        tensor.register_hook(lambda grad: order.append(what))
+        return tensor
+
+    losses = []
+    for half, x in enumerate(xs):
+        (y,) = overlap.replicate_matmul(noted(f"input {half}", x * 2), [weight], group, schedule=schedule)
+        losses.append(noted(f"output {half}", y).square().sum())
+    sum(losses).backward()
+    dist.destroy_process_group(group)
+    return order

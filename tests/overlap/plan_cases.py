@@ -3,6 +3,7 @@
 import copy
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.overlap import LinearOptions, Pending, parallelize, vocab_cross_entropy
 from stretto.overlap.heads import cut_heads
+from stretto.overlap.p2p import Call
 from tests.overlap.matmul_cases import Draw, leaf, same
 from tests.overlap.module_cases import compare, full, own_rows
 
@@ -270,6 +272,25 @@ def embedded(case: dict[str, Any]) -> None:
     assert isinstance(own, DTensor) == (case["head"] == "vocab")
     rank_part = full(own) if isinstance(own, DTensor) else own
     assert rank_part.shape[-1] == (vocabulary if isinstance(own, DTensor) or n == 1 else own.shape[-1])
+
+
+def looked_up() -> tuple[int, int]:
+    """Bytes of rows that this rank sends, forward and backward, where each reads as many of every rank's tokens."""
+    n, group = dist.get_world_size(), dist.new_group()
+    words = nn.Sequential(nn.Embedding(2 * n, WIDTH))
+    parallelize(words, {"0": "vocab"}, group, LinearOptions(sequence_parallel=True))
+    post, sent = Call.post, []
+
+    def counted(call: Call, sends: Any, receives: Any) -> Any:
+        sent.append(sum(tensor.nbytes for tensor, _ in sends if tensor.dtype == torch.float32))
+        return post(call, sends, receives)
+
+    with mock.patch.object(Call, "post", counted):
+        out = words(torch.arange(2 * n).repeat(n))
+        forward = sum(sent)
+        out.to_local().sum().backward()
+    dist.destroy_process_group(group)
+    return forward, sum(sent) - forward
 
 
 def entropies_in(dtype: torch.dtype) -> None:

@@ -53,3 +53,13 @@ def test_a_product_equals_one_process(ranks: Ranks, num_ranks: int, operation: s
 @pytest.mark.parametrize("operation", ["gather", "replicate"])
 def test_a_float32_weight_shares_the_gather_of_16_bit_rows(ranks: Ranks, operation: str, schedule: str) -> None:
     ranks.run(2, matmul_cases.wider, operation, schedule)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "direct", "plain"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sums_of_one_half_are_awaited_after_the_other_halfs_backward(
+    ranks: Ranks, num_ranks: int, schedule: str
+) -> None:
+    for order in ranks.run(num_ranks, matmul_cases.halves_backward, schedule):
+        assert order[:2] == ["output 1", "output 0"]
+        assert sorted(order[2:]) == ["input 0", "input 1"]

@@ -84,6 +84,12 @@ def test_vocabulary_and_its_loss_equal_one_process(ranks: Ranks, num_ranks: int)
     check()
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_only_rows_that_were_looked_up_travel(ranks: Ranks, num_ranks: int) -> None:
+    rows = 4 * plan_cases.WIDTH * 2 * (num_ranks - 1)  # two tokens of every other rank, float32
+    assert ranks.run(num_ranks, plan_cases.looked_up) == [(rows, rows)] * num_ranks
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_entropies_of_16_bit_logits_are_summed_in_float32(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks.run(3, plan_cases.entropies_in, dtype)
