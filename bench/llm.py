@@ -33,7 +33,7 @@ WAYS = ("compute", "ideal", "plain", "restructured plain", "slicing 2", "slicing
 LEFT_OUT = {"forward": ("slicing 2", "slicing 8"), "dp": ("restructured plain",)}
 """Ways that a mode or a parallelism does without: data parallelism has no other structure."""
 SHAPES = {
-    "tpsp": Shape(2, 512, 1536, 4096, 4, 12, 12, 2048),
+    "tpsp": Shape(1, 1024, 1536, 4096, 4, 12, 12, 2048),
     "tp": Shape(4, 256, 1536, 4096, 4, 12, 12, 2048),
     "up": Shape(4, 1024, 512, 1408, 4, 8, 8, 1024),
     "dp": Shape(4, 512, 768, 2048, 4, 12, 12, 2048),
