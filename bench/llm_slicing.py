@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from stretto.overlap import column, query_split, row, ulysses, vocab
+from stretto.overlap import column, lookup, query_split, row, ulysses
 from stretto.overlap.exchange import Trade
 from stretto.overlap.faults import Header
 from stretto.overlap.lane import Lane
@@ -42,7 +42,7 @@ def sliced() -> Iterator[None]:
         (row, "send_everywhere", send_everywhere),
         (query_split, "gather", gather),
         (query_split, "Scatter", Scatter),
-        (vocab, "gather", gather),
+        (lookup, "gather", gather),
         (ulysses, "own_first", own_first),
         (ulysses, "own_last", own_last),
     ]
