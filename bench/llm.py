@@ -12,6 +12,7 @@ Needs root and iproute2.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 from bench.intervals import bootstrap
 from bench.link import Link, LinkError, unavailable
 from bench.llm_ranks import Shape
-from bench.record import write_result
+from bench.parts import write_part
 
 RHO = 0.56
 TARGET = 0.90
@@ -48,7 +49,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a small model, few repeats: do the ways run, not how fast"
     )
-    parser.add_argument("--only", nargs="+", default=None, metavar="CASE")
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="the other cases in the JSON file stay")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--json", type=Path)
@@ -68,8 +69,7 @@ def main() -> int:
                     figures["decode"] = run_decode(link)
                 else:
                     figures["cases"][case] = run_case(link, case, repeats, options.ways, quick=options.quick)
-                figures["claims"] = claims(figures["cases"], figures.get("decode"))
-                write_result(options.json, figures)
+                write(options.json, figures, is_part=options.only is not None)
     except LinkError as error:
         print(f"bench.llm: {error}", file=sys.stderr)
         return 1
@@ -79,6 +79,15 @@ def main() -> int:
         )
     )
     return 0
+
+
+def write(path: Path | None, figures: dict[str, Any], *, is_part: bool) -> None:
+    """With the claims of all cases; where only some were run the file's others stay."""
+    before = json.loads(path.read_text()) if is_part and path is not None and path.exists() else {}
+    decode = figures.get("decode", before.get("decode"))
+    figures["claims"] = claims({**before.get("cases", {}), **figures["cases"]}, decode)
+    rest = {key: value for key, value in figures.items() if key != "cases"}
+    write_part(path, "llm", rest if decode is None else {**rest, "decode": decode}, figures["cases"], is_part)
 
 
 def run_case(link: Link, case: str, repeats: int, ways: Sequence[str], *, quick: bool) -> dict[str, Any]:
@@ -103,7 +112,8 @@ def run_case(link: Link, case: str, repeats: int, ways: Sequence[str], *, quick:
     bits_per_s = 8 * num_bytes / (RHO * compute)
     for _ in range(1 if quick else 3):
         set_rate(link, bits_per_s, parallel)
-        rho = seconds("plain") / compute - 1
+        pairs = [(seconds("plain"), seconds("compute")) for _ in range(1 if quick else 2)]
+        rho = sum(plain for plain, _ in pairs) / sum(alone for _, alone in pairs) - 1
         print(f"{case}: {num_bytes / 1e6:.1f} MB a step at {bits_per_s / 1e6:.0f} Mbit/s, rho {rho:.3f}", flush=True)
         if abs(rho / RHO - 1) < 0.03:
             break

@@ -21,5 +21,7 @@ def write_part(file: Path | None, name: str, figures: dict[str, Any], cases: dic
     command = shlex.join(["python", "-m", f"bench.{name}", *sys.argv[1:]])
     if is_part and file.exists():
         before = json.loads(file.read_text())
-        cases, command = before["cases"] | cases, f"{before['command']}; {command}"
+        cases = before["cases"] | cases
+        if not before["command"].endswith(command):
+            command = f"{before['command']}; {command}"
     write_result(file, {"command": command, **figures, "cases": cases})

@@ -1,8 +1,10 @@
 """What `bench.llm` makes of its times."""
 
+import json
+
 import pytest
 
-from bench.llm import SHAPES, claims, removed, summary
+from bench.llm import SHAPES, claims, removed, summary, write
 from bench.llm_ranks import Shape, Way
 
 TIMES = {
@@ -31,6 +33,18 @@ def test_claims_hold_or_do_not():
     assert not claims({}, {"auto": {"calls": {"direct": 5}}}).popitem()[1]["holds"]
 
 
+def test_a_part_joins_the_cases_of_the_file_and_their_claims(tmp_path):
+    file, case = tmp_path / "llm.json", removed(TIMES)
+    write(file, {"cases": {"tp/training": case}, "decode": {"auto": {"calls": {"plain": 1}}}}, is_part=False)
+    for _ in range(2):
+        write(file, {"cases": {"up/training": case}}, is_part=True)
+    found = json.loads(file.read_text())
+    assert list(found["cases"]) == ["tp/training", "up/training"]
+    assert len(found["claims"]) == 5
+    assert found["decode"] == {"auto": {"calls": {"plain": 1}}}
+    assert found["command"].count("bench.llm") == 1
+
+
 def test_flops_are_those_of_products_and_causal_attention():
     shape = Shape(batch=2, length=4, hidden=8, intermediate=16, layers=3, heads=2, kv_heads=1, vocabulary=32)
     weights = 3 * (8 * 8 * 2 + 2 * 8 * 4 + 3 * 8 * 16) + 8 * 32
@@ -44,4 +58,5 @@ def test_flops_are_those_of_products_and_causal_attention():
 def test_ways_name_their_schedule():
     ways = {name: (Way(name).schedule, Way(name).pieces) for name in ("plain", "ideal", "slicing 8", "ours")}
     assert ways == {"plain": ("plain", 1), "ideal": ("plain", 1), "slicing 8": ("direct", 8), "ours": ("auto", 1)}
-    assert all(s.length % 16 == 0 and s.batch % 2 == 0 for s in SHAPES.values())
+    assert all(shape.length % 16 == 0 for shape in SHAPES.values())
+    assert all(SHAPES[halved].batch % 2 == 0 for halved in ("tp", "up"))
