@@ -159,6 +159,7 @@ class Call:
         self.tuned_as = ""
         self.facts: Hashable = ()
         self.choice: Choice | None = None
+        self.why = ""
         self.exposed_s = 0.0
         """Seconds in which the host did nothing but wait for messages."""
         self.device = HOST
@@ -251,10 +252,9 @@ class Call:
             return
         peers, choice = self.peers, self.choice
         record = peers.records.of(self.operation, self.tuned_as, self.facts, header.schedule, header.num_subslices)
-        record.num_calls += 1
+        record.num_calls, record.why = record.num_calls + 1, self.why
         if choice is not None:
-            record.predicted_s, record.why = choice.predicted_s, choice.why
-            record.predicted_exposed_s = choice.predicted_exposed_s
+            record.predicted_s, record.predicted_exposed_s = choice.predicted_s, choice.predicted_exposed_s
         self._record = record
         tracing.describe(self.name, peers.world_size, header.num_subslices)
 

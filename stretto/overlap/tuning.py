@@ -4,7 +4,8 @@ The first call of a shape runs its loop a few times in every way that may be cho
 messages' seconds, the greatest over ranks, go into the law, and its choice is kept with the group. The hazard: every
 rank must come to the same choice at the same call. So a choice is kept by facts that are equal on all ranks (never by
 a rank's own number of features), and what was measured is exchanged before it is used. The law knows no price of a
-message, so its choice must also have been faster than plain when it was tried: few rows often are not. On CUDA
+message, so its choice must also have been faster than plain when it was tried: few rows often are not. Fewer rows
+than ranks, as in decoding, are left plain untried: a rank without rows has no product that hides anything. On CUDA
 seconds are those of the device's stream, which waits while the host does not. Source: the law of this library.
 """
 
@@ -44,21 +45,26 @@ def tuned(call: Call, how: How, num_rows: int, facts: Hashable, run: Callable[[H
     call.tuned_as, call.facts = how.tuned_as, (facts, max(1, num_rows - 1).bit_length())
     if how.schedule != "auto":
         return how, run(how)
+    if num_rows < call.peers.world_size:
+        call.why = "fewer rows than ranks"
+        _say(call, call.why)
+        plain = replace(how, schedule="plain", num_subslices=1)
+        return plain, run(plain)
     key = (call.operation, call.tuned_as, call.facts)
     choices = call.peers.choices
     if key not in choices:
         choices[key] = _measured(call, how, run)
-        _say(call, choices[key])
+        _say(call, choices[key].why, f" ({choices[key]})")
     choice = choices[key]
-    call.choice = choice
+    call.choice, call.why = choice, choice.why
     taken = replace(how, schedule=choice.schedule, num_subslices=choice.num_subslices)  # type: ignore[arg-type]
     return taken, run(taken)
 
 
-def _say(call: Call, choice: Choice) -> None:
-    if choice.why:
+def _say(call: Call, why: str, predicted: str = "") -> None:
+    if why:
         name = f"{call.operation} ({call.tuned_as})" if call.tuned_as else call.operation
-        call.peers.records.say_once(call.peers.group, f"{name} is not overlapped: {choice.why} ({choice})")
+        call.peers.records.say_once(call.peers.group, f"{name} is not overlapped: {why}{predicted}")
 
 
 def _measured(call: Call, how: How, run: Callable[[How], object]) -> Choice:

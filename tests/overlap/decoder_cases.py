@@ -195,26 +195,29 @@ def decoded(family: str, sequence: bool) -> None:
     assert torch.equal(for_generation.generate(ids, **options), whole.generate(ids, **options))
 
 
-def left_plain() -> list[tuple[str, str, int]]:
-    """Decoding a row at a time where trials of overlap take twice as long: what calls of linear layers did."""
+def left_plain(num_rows: int) -> list[tuple[str, str, int]]:
+    """Decoding some rows at a time where trials of overlap take twice as long: what calls of linear layers did.
+
+    One row is tried not at all.
+    """
     whole, mine = tiny("llama").eval(), tiny("llama").eval()
     group = dist.new_group()
     parallelize(mine, {**LLAMA, "lm_head": "vocab whole"}, group, LinearOptions(uneven=True))
-    ids, caches = tokens(2), [None, None]
+    ids, caches = tokens(2 * num_rows), [None, None]
 
     def timed(call: Call, run: Any) -> tuple[float, float]:
+        assert num_rows > 1
         run()
         return (1e-3, 5e-4) if run.args[0].schedule == "plain" else (2e-3, 5e-4)
 
     with torch.no_grad(), warnings.catch_warnings(), mock.patch.object(tuning, "_timed", timed):
         warnings.simplefilter("ignore")
-        for row in range(2):
+        for rows in ids.split(num_rows, 1):
             outputs = [
-                model(ids[:, row : row + 1], past_key_values=cache, use_cache=True)
-                for model, cache in zip((whole, mine), caches)
+                model(rows, past_key_values=cache, use_cache=True) for model, cache in zip((whole, mine), caches)
             ]
             caches = [output.past_key_values for output in outputs]
-            same(f"logits of row {row}", outputs[1].logits, outputs[0].logits)
+            same("logits", outputs[1].logits, outputs[0].logits)
     records = [(r.operation, r.schedule, r.num_calls) for r in report(group).records]
     dist.destroy_process_group(group)
     return [record for record in records if "matmul" in record[0]]

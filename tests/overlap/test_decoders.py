@@ -76,11 +76,12 @@ def test_decoding_with_a_cache_and_fewer_rows_than_ranks(ranks: Ranks, num_ranks
     ranks.run(num_ranks, decoder_cases.decoded, "llama", sequence)
 
 
-def test_decoding_is_left_plain_where_overlap_would_lose(ranks: Ranks) -> None:
-    for calls in ranks.run(2, decoder_cases.left_plain):
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_decoding_is_left_plain_where_overlap_would_lose(ranks: Ranks, num_rows: int) -> None:
+    for calls in ranks.run(2, decoder_cases.left_plain, num_rows):
         assert {operation for operation, *_ in calls} == {"all_gather_matmul", "matmul_reduce_scatter"}
         assert {schedule for _, schedule, _ in calls} == {"plain"}
-        assert sum(count for *_, count in calls) == 2 * (2 * 4 + 1)  # rows; layers, with two pairs each; the head
+        assert sum(count for *_, count in calls) == 2 * (2 * 4 + 1)  # steps; layers, with two pairs each; the head
 
 
 def test_masks_and_positions_are_of_all_rows(ranks: Ranks) -> None:
