@@ -134,7 +134,7 @@ class SummedGradient(torch.autograd.Function):
         """
         out: Tensor = cls.apply(under_way, x)
         if out.grad_fn is not None:
-            out.grad_fn._set_sequence_nr(_waits.count)
+            out.grad_fn._set_sequence_nr(_waits.count)  # type: ignore[attr-defined]
             _waits.count += 1
         return out
 
