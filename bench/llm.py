@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.intervals import bootstrap
 from bench.link import Link, LinkError, unavailable
-from bench.llm_ranks import Shape
+from bench.llm_models import Shape
 from bench.parts import write_part
 
 RHO = 0.56

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.llm import SHAPES, claims, removed, summary, write
-from bench.llm_ranks import Shape, Way
+from bench.llm_models import Shape, Way
 
 TIMES = {
     "compute": [1.0, 1.1, 0.9],
