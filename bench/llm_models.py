@@ -2,7 +2,7 @@
 
     compute   the arithmetic of "plain", every message replaced by a copy of what would have been sent
     ideal     the same while the messages' bytes move, needed by nobody
-    plain     messages with nothing beside them; "restructured plain": with the query-split attention or halves of ours
+    plain     messages with nothing beside them; "restructured plain": with query-split attention, or halves, as ours
     slicing k chunks, each beside the product of its neighbour (`llm_slicing`); data parallel: k buckets
     ours      the library: no tail
 
