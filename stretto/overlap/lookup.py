@@ -1,8 +1,9 @@
-"""Looking up rows of a table whose parts are on different ranks: only the rows that were looked up travel, each once.
+"""Looking up rows of a table whose parts are on different ranks: one row travels for each token, if any.
 
 A rank sends to each other rank the rows which that one reads, and in the backward gets their gradients: nothing is
 summed on the way, and no more bytes travel than of a reduce-scatter of partial look-ups; of N equal parts one Nth as
-many. The hazard: sizes are not told but known, so tokens must be the same on every rank. Source: this library's.
+many. The hazard: sizes are not told but known, so tokens must be the same on every rank; they may change after the
+forward, which keeps none of them. Source: this library's.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,17 +43,16 @@ class Lookup:
         self.slices, self._vocabulary = (
             Slices(tuple(slice_sizes(n, peers.world_size))) for n in (len(tokens), num_embeddings)
         )
-        self._tokens, self._padding_idx = tokens, padding_idx
+        self._padding_idx = padding_idx
         ranks, own = range(peers.world_size), peers.rank
-        self.taken = [self.places(own, peer) for peer in ranks]
+        read = [tokens[self.slices.rows(peer)].flatten() for peer in ranks]
+        self.taken = [self._places(read[own], peer) for peer in ranks]
         """Of each owner: where in this rank's rows, flattened, its tokens stand."""
-        self.given = [self._read(peer)[self.places(peer, own)] - self._vocabulary.rows(own).start for peer in ranks]
+        self.places = [self._places(read[peer], own) for peer in ranks]
+        """Of each reader: where in its rows, flattened, this rank's tokens stand."""
+        first = self._vocabulary.rows(own).start
+        self.given = [each[places] - first for each, places in zip(read, self.places)]
         """Of each reader: its tokens that are this rank's, counted from the first of these."""
-
-    def places(self, reader: int, owner: int) -> Tensor:
-        """Where in a reader's rows, flattened, an owner's tokens stand."""
-        tokens, part = self._read(reader), self._vocabulary.rows(owner)
-        return ((tokens >= part.start) & (tokens < part.stop)).nonzero().squeeze(1)
 
     def header(self, call: Call, dtype: torch.dtype, needed: bool) -> Header:
         """Of all steps of a call; a look-up computes next to nothing, so the schedule is always direct."""
@@ -88,8 +88,9 @@ class Lookup:
             tokens, rows = tokens[counted], rows[counted]
         total.index_add_(0, tokens, rows.to(total.dtype))
 
-    def _read(self, reader: int) -> Tensor:
-        return self._tokens[self.slices.rows(reader)].flatten()
+    def _places(self, tokens: Tensor, owner: int) -> Tensor:
+        part = self._vocabulary.rows(owner)
+        return ((tokens >= part.start) & (tokens < part.stop)).nonzero().squeeze(1)
 
 
 class Embed(torch.autograd.Function):
@@ -121,13 +122,12 @@ class Embed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Rows' gradients go back to where the rows came from; with `whole` they are there already."""
-        lookup, weight, rank = ctx.lookup, ctx.weight, ctx.lookup.peers.rank
+        lookup, weight = ctx.lookup, ctx.weight
         dy = grads[0].contiguous()
         total = torch.zeros_like(weight, dtype=sum_dtype(weight.dtype))
         if lookup.whole:
-            for reader in range(lookup.peers.world_size):
-                rows = dy[lookup.slices.rows(reader)].flatten(0, 1)
-                lookup.add_gradient(total, reader, rows[lookup.places(reader, rank)])
+            for reader, places in enumerate(lookup.places):
+                lookup.add_gradient(total, reader, dy[lookup.slices.rows(reader)].flatten(0, 1)[places])
             return None, None, total.to(weight.dtype)
         rows = dy.flatten(0, 1)
 

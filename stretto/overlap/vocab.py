@@ -22,6 +22,9 @@ from stretto.overlap.sharding import Sharded, shard_parameters, shard_state
 
 __all__ = ["VocabEmbedding", "VocabLinear", "check_same"]
 
+_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
+"""Of splitmix64, as int64."""
+
 
 class VocabEmbedding(nn.Embedding):
     """An embedding with some of the vocabulary on each rank.
@@ -57,11 +60,11 @@ class VocabEmbedding(nn.Embedding):
         rows = input.movedim(-1, 0).reshape(input.shape[-1], math.prod(input.shape[:-1]))
         options, world_size = self.options, peers.world_size
         with peers.call("vocab_embedding") as call:
-            if options.sequence_parallel and not options.uneven and len(rows) % world_size:
-                raise ValueError(f"{len(rows)} rows over {world_size} ranks are uneven; set LinearOptions.uneven")
-            if check:
+            if check:  # first: a rank that refused its own rows would leave the others waiting here
                 check_same(call, rows, "tokens")
                 _check_tokens(rows, self.num_embeddings)
+            if options.sequence_parallel and not options.uneven and len(rows) % world_size:
+                raise ValueError(f"{len(rows)} rows over {world_size} ranks are uneven; set LinearOptions.uneven")
         whole = not options.sequence_parallel
         lookup = Lookup(peers, rows, self.num_embeddings, self.padding_idx, whole=whole, check=check)
         own: Tensor = Embed.apply(lookup, call, self.weight.to_local())
@@ -95,14 +98,24 @@ class VocabLinear(ColumnLinear):
 
 
 def check_same(call: Call, values: Tensor, what: str) -> None:
-    """`ValueError` on every rank unless all have the same integers; one small all-reduce."""
-    flat = values.flatten().long()
-    odd = torch.arange(len(flat), device=flat.device) * 2654435761 + 1
-    word = (flat * odd).sum() % (1 << 61)
-    words = torch.stack([word, -word, word.new_tensor(len(flat)), word.new_tensor(-len(flat))])
+    """`ValueError` on every rank unless all have the same integers in the same shape; one small all-reduce."""
+    facts = torch.tensor([*values.shape, values.dtype.is_floating_point], dtype=torch.int64, device=values.device)
+    word = _mixed(torch.cat([facts, values.flatten().long()]))
+    words = torch.stack([word, -word])
     dist.all_reduce(words, dist.ReduceOp.MAX, group=call.peers.group)
-    if bool((words[0::2] != -words[1::2]).any()):
+    if int(words[0]) != -int(words[1]):
         raise ValueError(f"the ranks have different {what}; give every rank all rows, the same everywhere")
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """One number below 2 ** 61 of int64 numbers (n,) and their places.
+
+    Each is scrambled before they are added: weighted by its place, (1, 2, 2, 1) would have the sum of (2, 1, 1, 2).
+    """
+    word = numbers * _ODD[0] + torch.arange(len(numbers), device=numbers.device) * _ODD[1]
+    for odd in _ODD:
+        word = (word ^ (word >> 29)) * odd
+    return (word ^ (word >> 32)).sum() % (1 << 61)
 
 
 def _check_tokens(tokens: Tensor, vocabulary: int) -> None:

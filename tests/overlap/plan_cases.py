@@ -293,6 +293,35 @@ def looked_up() -> tuple[int, int]:
     return forward, sum(sent) - forward
 
 
+def different_tokens(how: str) -> None:
+    """Refused on every rank, by all alike, and the group lives."""
+    rank, n, group = dist.get_rank(), dist.get_world_size(), dist.new_group()
+    words = nn.Sequential(nn.Embedding(4, WIDTH))
+    parallelize(words, {"0": "vocab"}, group, LinearOptions(sequence_parallel=True))
+    mine, theirs = {
+        "as many of each, equally far": (torch.tensor([1, 2, 2, 1]).repeat(n), torch.tensor([2, 1, 1, 2]).repeat(n)),
+        "another shape": (torch.zeros(1, 2 * n, dtype=torch.int64), torch.zeros(2, n, dtype=torch.int64)),
+        "another dtype": (torch.zeros(n, dtype=torch.int64), torch.zeros(n)),
+        "a row more": (torch.zeros(n, dtype=torch.int64), torch.zeros(n + 1, dtype=torch.int64)),
+    }[how]
+    with pytest.raises(ValueError, match="the ranks have different tokens"):
+        words(mine if rank == 0 else theirs)
+    words(torch.arange(4).repeat(n))
+    dist.destroy_process_group(group)
+
+
+def tokens_that_change(sequence: bool) -> None:
+    """Between forward and backward: the gradient is that of the tokens which were looked up."""
+    n = dist.get_world_size()
+    words = nn.Sequential(nn.Embedding(2 * n, WIDTH))
+    parallelize(words, {"0": "vocab"}, dist.group.WORLD, LinearOptions(sequence_parallel=sequence))
+    tokens = torch.arange(2 * n)
+    out = words(tokens)
+    tokens.zero_()
+    (out.to_local() if sequence else out).sum().backward()
+    assert torch.equal(full(words[0].weight.grad), torch.ones(2 * n, WIDTH))
+
+
 def entropies_in(dtype: torch.dtype) -> None:
     """16-bit logits: sums in float32, as torch's cross-entropy of the logits made float32."""
     rank, n = dist.get_rank(), dist.get_world_size()

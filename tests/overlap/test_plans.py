@@ -90,6 +90,16 @@ def test_only_rows_that_were_looked_up_travel(ranks: Ranks, num_ranks: int) -> N
     assert ranks.run(num_ranks, plan_cases.looked_up) == [(rows, rows)] * num_ranks
 
 
+@pytest.mark.parametrize("how", ["as many of each, equally far", "another shape", "another dtype", "a row more"])
+def test_different_tokens_are_refused_on_every_rank_at_once(ranks: Ranks, how: str) -> None:
+    ranks.run(2, plan_cases.different_tokens, how, timeout_s=10)
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_tokens_may_change_once_they_were_looked_up(ranks: Ranks, sequence: bool) -> None:
+    ranks.run(2, plan_cases.tokens_that_change, sequence)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_entropies_of_16_bit_logits_are_summed_in_float32(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks.run(3, plan_cases.entropies_in, dtype)
