@@ -7,7 +7,6 @@ gradients are needed decides what is sent, so it must be the same on every rank.
 library's schedules; the other half of a batch beside a column layer's sums is Domino's (arXiv 2409.15241).
 """
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -25,6 +24,7 @@ from stretto.overlap.products import WeightGradient, input_partial, output
 from stretto.overlap.routes import Slices, slice_sizes
 from stretto.overlap.tuning import tuned
 from stretto.overlap.two_ranks import exchange_sums
+from stretto.overlap.waits import wait_late
 
 __all__ = ["AllGatherMatmul", "ReplicateMatmul", "SummedGradient", "UnderWay"]
 
@@ -113,29 +113,14 @@ class UnderWay:
             self.left = None
 
 
-class _Waits(threading.local):
-    """How many `SummedGradient` this thread has made: fewer than other nodes, whose numbers autograd counts alike."""
-
-    count = 0
-
-
-_waits = _Waits()
-
-
 class SummedGradient(torch.autograd.Function):
     """x -> x, whose gradient is complete behind this node only."""
 
     @classmethod
     def before(cls, x: Tensor, under_way: UnderWay) -> Tensor:
-        """x for `ReplicateMatmul`, from a node that waits as late as it can.
-
-        Autograd runs the ready node of the greatest number, the newest. These are numbered among themselves, and so
-        come last, in the same order on every rank.
-        """
+        """x for `ReplicateMatmul`, from a node that waits as late as it can."""
         out: Tensor = cls.apply(under_way, x)
-        if out.grad_fn is not None:
-            out.grad_fn._set_sequence_nr(_waits.count)  # type: ignore[attr-defined]
-            _waits.count += 1
+        wait_late(out)
         return out
 
     @staticmethod

@@ -24,6 +24,7 @@ from stretto.overlap.moments import Moment, now
 from stretto.overlap.records import Record, Records, Report
 from stretto.overlap.routes import route
 from stretto.overlap.transfers import Transfer
+from stretto.overlap.waits import keep_lead
 from stretto.overlap.wires import HOST, Wire, open_wire
 
 __all__ = ["Call", "Peers", "peers_of", "report"]
@@ -135,6 +136,7 @@ def peers_of(group: dist.ProcessGroup) -> Peers:
     if group not in _peers:
         if dist.get_rank(group) < 0:
             raise ValueError("this rank is not in the group; only its members may call an operation on it")
+        keep_lead()
         _peers[group] = Peers(group)
     return _peers[group]
 

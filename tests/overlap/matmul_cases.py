@@ -5,6 +5,7 @@ library gave this rank must be this rank's part of that solution. A case is plai
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -278,3 +279,22 @@ def halves_backward(schedule: str) -> list[str]:
     sum(losses).backward()
     dist.destroy_process_group(group)
     return order
+
+
+def histories(num_nodes: int) -> None:
+    """Rank 0's autograd has made nodes before; an early part of the graph communicates in its backward too."""
+    n, group, before = dist.get_world_size(), dist.new_group(), torch.ones(1, requires_grad=True)
+    for _ in range(num_nodes if dist.get_rank() == 0 else 0):
+        before = before + 1
+    x, y, weight = leaf(torch.ones(2 * n, 3)), leaf(torch.ones(4, 3)), leaf(torch.eye(3))
+    early = overlap.matmul_reduce_scatter(x, weight, group)
+    for _ in range(12):
+        (y,) = overlap.replicate_matmul(y, [weight], group)
+    (early.sum() + y.sum()).backward()
+    dist.destroy_process_group(group)
+
+
+def in_a_new_thread(num_nodes: int) -> None:
+    """`histories` where autograd has numbered nothing yet."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(histories, num_nodes).result()

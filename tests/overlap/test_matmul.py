@@ -63,3 +63,7 @@ def test_sums_of_one_half_are_awaited_after_the_other_halfs_backward(
     for order in ranks.run(num_ranks, matmul_cases.halves_backward, schedule):
         assert order[:2] == ["output 1", "output 0"]
         assert sorted(order[2:]) == ["input 0", "input 1"]
+
+
+def test_the_order_of_backwards_calls_is_the_same_whatever_a_ranks_autograd_did_before(ranks: Ranks) -> None:
+    ranks.run(2, matmul_cases.in_a_new_thread, 1000)
