@@ -27,8 +27,8 @@ class Pending:
     def wait(self) -> Any:
         """The tensor or tensors, complete. `PeerError` if a peer was lost on the way. May be called again."""
         if self._complete is not None:
-            complete, self._complete = self._complete, None
-            self.out = complete()
+            self.out = self._complete()
+            self._complete = None
         return self.out
 
 
@@ -46,7 +46,8 @@ class Left:
         if self.transfers:
             with self._call.peers.resume(self._call):
                 while self.transfers:
-                    self._call.wait(self.transfers.pop(0))
+                    self._call.wait(self.transfers[0])
+                    self.transfers.pop(0)
         if self.then is not None:
             self.then()
             self.then = None

@@ -12,8 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.overlap import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, replicate_matmul
+from stretto.overlap import (
+    all_gather_matmul,
+    matmul_all_reduce,
+    matmul_all_reduce_start,
+    matmul_reduce_scatter,
+    replicate_matmul,
+)
 from stretto.overlap.products import WeightGradient
+from stretto.overlap.transfers import Transfer
 
 Ends = tuple[str, str, str]
 
@@ -188,3 +195,13 @@ def unchecked() -> None:
     y = matmul_reduce_scatter(x, w, dist.group.WORLD, check=False, schedule="ring", num_subslices=2)
     y.sum().backward()
     assert torch.isfinite(x.grad).all()
+
+
+def wait_twice() -> tuple[Ends, Ends]:
+    """A sum that was lost on its way, waited for again."""
+    with own_group() as group:
+        pending = matmul_all_reduce_start(torch.ones(4, 3), torch.ones(2, 3), group, check=False)
+        dist.barrier(group=group)  # who fails hangs up
+        with mock.patch.object(Transfer, "wait", side_effect=RuntimeError("lost on the way")):
+            first = *ends(pending.wait), ""
+        return first, (*ends(pending.wait), "")

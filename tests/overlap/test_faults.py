@@ -134,3 +134,10 @@ def test_headers_can_be_left_out(ranks: Ranks) -> None:
 
 def test_ranks_may_read_different_gradients_of_one_backward(ranks: Ranks) -> None:
     ranks.run(2, fault_cases.ask_for_one_gradient, 1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_sum_that_was_lost_is_not_handed_out_when_it_is_waited_for_again(ranks: Ranks, num_ranks: int) -> None:
+    for first, again in ranks.run(num_ranks, fault_cases.wait_twice):
+        assert first[0] == again[0] == "PeerError"
+        assert "lost on the way" in again[1]
