@@ -61,7 +61,7 @@ class HalvesLayer(LlamaDecoderLayer):
 class HalvesLlama(LlamaForCausalLM):
     """`LlamaForCausalLM` of tokens (batch, rows), the batch in two halves from the embedding to the logits."""
 
-    def forward(self, input_ids: Tensor, **ignored: Any) -> CausalLMOutput:
+    def forward(self, input_ids: Tensor) -> CausalLMOutput:
         """The first half's logits hide the second's last sum, in the backward the other way round."""
         model = self.model
         x = model.embed_tokens(input_ids)
@@ -74,7 +74,9 @@ class HalvesLlama(LlamaForCausalLM):
 
 
 def use_halves(model: LlamaForCausalLM) -> None:
-    """Make a tensor-parallel model a `HalvesLlama`, in place."""
+    """Make a tensor-parallel model a `HalvesLlama`, in place. `ValueError` for an attention that needs a mask."""
+    if model.config._attn_implementation != "sdpa":
+        raise ValueError(f"attention is {model.config._attn_implementation!r}; without a mask only 'sdpa' is causal")
     model.__class__ = HalvesLlama
     for layer in model.model.layers:
         layer.__class__ = HalvesLayer

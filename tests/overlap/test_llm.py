@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PARALLEL = {"dp": 2, "up": 2, "tp": 2, "tpsp": 2, "tpsp+dp": 4}
@@ -85,6 +86,20 @@ def test_settings_that_do_not_fit_the_ranks_are_refused(ranks, options, text):
 )
 def test_settings_that_make_no_model_are_refused(options, text):
     assert text in refusal(options)
+
+
+def test_halves_take_no_mask_and_no_attention_that_needs_one():
+    import llm
+    import llm_halves
+
+    model, tokens = llm.make_model(llm.Settings()), torch.zeros(2, 4, dtype=torch.int64)
+    model.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match="attention is 'eager'"):
+        llm_halves.use_halves(model)
+    model.config._attn_implementation = "sdpa"
+    llm_halves.use_halves(model)
+    with pytest.raises(TypeError, match="attention_mask"):
+        model(tokens, attention_mask=torch.ones_like(tokens))
 
 
 def test_a_wrong_setting_is_one_line_and_exit_code_2():
