@@ -69,25 +69,23 @@ def main() -> int:
                     figures["decode"] = run_decode(link)
                 else:
                     figures["cases"][case] = run_case(link, case, repeats, options.ways, quick=options.quick)
-                write(options.json, figures, is_part=options.only is not None)
+                held = write(options.json, figures, is_part=options.only is not None)
     except LinkError as error:
         print(f"bench.llm: {error}", file=sys.stderr)
         return 1
-    print(
-        "\n".join(
-            f"{text}: {'holds' if held['holds'] else 'does not hold'}" for text, held in figures["claims"].items()
-        )
-    )
+    for text, claim in held.items():
+        print(f"{text}: {'holds' if claim['holds'] else 'does not hold'}")
     return 0
 
 
-def write(path: Path | None, figures: dict[str, Any], *, is_part: bool) -> None:
-    """With the claims of all cases; where only some were run the file's others stay."""
+def write(path: Path | None, figures: dict[str, Any], *, is_part: bool) -> dict[str, Any]:
+    """The claims of all cases, written with them; where only some were run the file's others stay."""
     before = json.loads(path.read_text()) if is_part and path is not None and path.exists() else {}
-    decode = figures.get("decode", before.get("decode"))
-    figures["claims"] = claims({**before.get("cases", {}), **figures["cases"]}, decode)
-    rest = {key: value for key, value in figures.items() if key != "cases"}
-    write_part(path, "llm", rest if decode is None else {**rest, "decode": decode}, figures["cases"], is_part)
+    figures = {key: before[key] for key in ("decode",) if key in before} | figures
+    cases = figures.pop("cases")
+    figures["claims"] = claims({**before.get("cases", {}), **cases}, figures.get("decode"))
+    write_part(path, "llm", figures, cases, is_part)
+    return figures["claims"]
 
 
 def run_case(link: Link, case: str, repeats: int, ways: Sequence[str], *, quick: bool) -> dict[str, Any]:

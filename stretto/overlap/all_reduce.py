@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.overlap.column import ReplicateMatmul, SummedGradient, UnderWay
+from stretto.overlap.column import ReplicateMatmul
 from stretto.overlap.inputs import (
     check_linear,
     checked_how,
@@ -212,6 +212,5 @@ def replicate_matmul(
         gradients, device = needed(x, *weights, *bs), x.device
         how = checked_how(peers, schedule, num_subslices, check, gradients, device=device, tuned_as=tuned_as)
     rows = x.reshape(math.prod(x.shape[:-1]), 1, x.shape[-1]).contiguous()
-    under_way = UnderWay()
-    outs = ReplicateMatmul.apply(how, under_way, len(weights), SummedGradient.before(rows, under_way), *weights, *bs)
+    outs = ReplicateMatmul.behind_sums(how, rows, weights, bs)
     return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]

@@ -26,7 +26,7 @@ from stretto.overlap.tuning import tuned
 from stretto.overlap.two_ranks import exchange_sums
 from stretto.overlap.waits import wait_late
 
-__all__ = ["AllGatherMatmul", "ReplicateMatmul", "SummedGradient", "UnderWay"]
+__all__ = ["AllGatherMatmul", "ReplicateMatmul"]
 
 
 class AllGatherMatmul(torch.autograd.Function):
@@ -116,13 +116,6 @@ class UnderWay:
 class SummedGradient(torch.autograd.Function):
     """x -> x, whose gradient is complete behind this node only."""
 
-    @classmethod
-    def before(cls, x: Tensor, under_way: UnderWay) -> Tensor:
-        """x for `ReplicateMatmul`, from a node that waits as late as it can."""
-        out: Tensor = cls.apply(under_way, x)
-        wait_late(out)
-        return out
-
     @staticmethod
     def forward(ctx: Any, under_way: UnderWay, x: Tensor) -> Tensor:
         """Nothing."""
@@ -138,10 +131,15 @@ class SummedGradient(torch.autograd.Function):
 
 
 class ReplicateMatmul(torch.autograd.Function):
-    """x (rows, inner, K), the same on every rank, and weights (F, K) -> (rows, inner, F) for each weight.
+    """x (rows, inner, K), the same on every rank, and weights (F, K) -> (rows, inner, F) for each weight."""
 
-    x comes out of `SummedGradient.before`.
-    """
+    @classmethod
+    def behind_sums(cls, how: How, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Any:
+        """The outputs of x out of a `SummedGradient`, which waits as late as it can."""
+        under_way = UnderWay()
+        summed: Tensor = SummedGradient.apply(under_way, x)
+        wait_late(summed)
+        return cls.apply(how, under_way, len(weights), summed, *weights, *biases)
 
     @staticmethod
     def forward(ctx: Any, how: How, under_way: UnderWay, num_weights: int, x: Tensor, *rest: Tensor) -> Any:

@@ -19,12 +19,8 @@ _LEAD = 1 << 12
 
 
 class _Numbers(threading.local):
-    def __init__(self) -> None:
-        self.next = 0
-        with torch.inference_mode(False), torch.enable_grad():
-            x = torch.zeros((), requires_grad=True, device="cpu")
-            for _ in range(_LEAD):
-                x.view(())
+    next = 0
+    has_lead = False
 
 
 _numbers = _Numbers()
@@ -32,11 +28,18 @@ _numbers = _Numbers()
 
 def keep_lead() -> None:
     """Before a thread's first operation on a group, some milliseconds once: nodes made after this are above waits."""
-    assert _numbers.next >= 0
+    if _numbers.has_lead:
+        return
+    _numbers.has_lead = True
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros((), requires_grad=True, device="cpu")
+        for _ in range(_LEAD):
+            x.view(())
 
 
 def wait_late(out: Tensor) -> None:
     """Number the node that made `out`, if any, among the waits: the newest of them comes first, on every rank."""
+    keep_lead()  # of a thread that meets a group which another has met
     node: Any = out.grad_fn
     if node is not None:
         node._set_sequence_nr(_numbers.next)
