@@ -106,9 +106,8 @@ def _backward(call: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[...
     """The backward alone: the forward runs once, when the contender is made, and takes no time if asleep."""
 
     def library(**how: Any) -> Run:
-        before, pace.seconds_per_flop = pace.seconds_per_flop, 0.0
-        y = call(**how)
-        pace.seconds_per_flop = before
+        with pace.unspent():
+            y = call(**how)
         dy = torch.randn_like(y)
         return lambda: torch.autograd.grad(y, inputs, dy, retain_graph=True)
 
@@ -258,9 +257,8 @@ def gradients(sizes: Sizes, sends: Sends, group: dist.ProcessGroup) -> Operation
         return layers, nn.Sequential(*layers)
 
     def backward(module: nn.Sequential) -> Run:
-        before, pace.seconds_per_flop = pace.seconds_per_flop, 0.0
-        y = module(torch.randn(sizes.batch, sizes.wide))
-        pace.seconds_per_flop = before
+        with pace.unspent():
+            y = module(torch.randn(sizes.batch, sizes.wide))
         dy = torch.randn_like(y)
 
         def run() -> None:

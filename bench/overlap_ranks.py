@@ -28,23 +28,27 @@ SUBSLICES = (1, 2, 4)
 
 
 def alone(problem: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Bytes sent in each part of an operation, and seconds of its compute, (repeats, parts)."""
+    """Bytes sent in each part of an operation, and seconds of its compute, (repeats, parts); asleep, once, reckoned."""
     with _operation(problem) as operation:
         runs = [run for run, _ in operation.parts]
-        seconds = [[_timed(run)["end"] for run in runs] for _ in range(repeats + 1)][1:]
+        if problem["seconds"]:
+            seconds = [[_reckoned(run) for run in runs]]
+        else:
+            seconds = [[_timed(run)["end"] for run in runs] for _ in range(repeats + 1)][1:]
         return {"sent_bytes": [sent for _, sent in operation.parts], "seconds": seconds}
 
 
 def cell(problem: dict[str, Any], repeats: int, key: str) -> dict[str, dict[str, Any]]:
     """For each contender and repeat: when this rank was done after the common start, and waited how long.
 
-    "seconds" and "exposed" by contender, after one run that is not counted; "choices": of the automatic one, by
-    operation.
+    "seconds" and "exposed" by contender; "choices": of the automatic one, by operation. What is not asleep runs once
+    uncounted; asleep only the automatic choice does, which is made then.
     """
     with _operation(problem) as operation, _waits_counted():
         found = dict(_contenders(operation, problem, key))
-        for run in found.values():
-            run()  # memory, connections, the automatic choice
+        for name, run in found.items():
+            if not problem["seconds"] or name == "auto":
+                run()
         times: dict[str, list[dict[str, float]]] = {name: [] for name in found}
         gc.collect()
         gc.disable()
@@ -68,7 +72,6 @@ def _contenders(operation: Operation, problem: dict[str, Any], key: str) -> Iter
     sends = Sends(dist.group.WORLD)
     yield "compute", operation.compute
     yield "ideal", beside(sends, operation.sent_bytes, operation.compute)
-    yield "bare", beside(sends, operation.sent_bytes, lambda: None)
     yield "sends", operation.slicing(1)
     for k in SLICES:
         yield f"slicing {k}", operation.slicing(k)
@@ -81,11 +84,14 @@ def _contenders(operation: Operation, problem: dict[str, Any], key: str) -> Iter
             yield f"last {m}", operation.library(num_last=m)
     if operation.has_ring:
         yield "ring", operation.library(schedule="ring")
+    if operation.has_subslices:
+        yield "auto", operation.library(schedule="auto", tuned_as=key)
+    if not problem["everything"]:
+        return
+    yield "bare", beside(sends, operation.sent_bytes, lambda: None)
     if operation.collective is not None:
         yield "collective", operation.collective
     if operation.has_subslices:
-        yield "auto", operation.library(schedule="auto", tuned_as=key)
-    if problem["unchecked"] and operation.has_subslices:
         yield "direct 1, no headers", operation.library(check=False)
 
 
@@ -97,10 +103,20 @@ def _operation(problem: dict[str, Any]) -> Iterator[Operation]:
         make = OPERATIONS[problem["operation"]]
         operation = make(Sizes(**problem["sizes"]), Sends(dist.group.WORLD), dist.group.WORLD)
         if problem["seconds"]:
-            pace.flops = 0
-            operation.compute()
-            pace.seconds_per_flop = problem["seconds"] / pace.flops
+            pace.seconds_per_flop = problem["seconds"] / _flops(operation.compute)
         yield operation
+
+
+def _flops(compute: Run) -> int:
+    """Of a compute that is asleep, without its time."""
+    with pace.unspent():
+        pace.flops = 0
+        compute()
+        return pace.flops
+
+
+def _reckoned(compute: Run) -> float:
+    return pace.seconds_per_flop * _flops(compute)
 
 
 def _timed(run: Run) -> dict[str, float]:

@@ -38,6 +38,15 @@ class _Pace:
             return
         self.sleep_until(start_s + flops * self.seconds_per_flop)
 
+    @contextmanager
+    def unspent(self) -> Iterator[None]:
+        """Within, multiplications are counted and take no time."""
+        before, self.seconds_per_flop = self.seconds_per_flop, 0.0
+        try:
+            yield
+        finally:
+            self.seconds_per_flop = before
+
     def sleep_until(self, end_s: float) -> None:
         """Sleep until `time.perf_counter()` says so, less what the last sleep was late."""
         end_s -= self.late_s

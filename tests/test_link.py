@@ -75,6 +75,23 @@ def interfaces():
     return states
 
 
+@needs_a_link
+def test_threads_that_move_bytes_take_no_processor_from_the_one_that_computes(link):
+    for mine, of_the_world, of_two_groups in link.run("tests.test_link:policies"):
+        assert mine == os.SCHED_OTHER
+        assert 0 < of_the_world.count(os.SCHED_BATCH) < of_two_groups.count(os.SCHED_BATCH)
+
+
+def policies():
+    def of_all():
+        return [os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")]
+
+    before = of_all()
+    group = dist.new_group()
+    dist.barrier(group)
+    return os.sched_getscheduler(0), before, of_all()
+
+
 def fail_on_one(rank):
     if dist.get_rank() == rank:
         raise ArithmeticError("no such sum")
