@@ -4,8 +4,8 @@
 
 Two ranks on two processors, one thread each. For each parallelism, training and forward only, the link gets the rate
 at which "plain" has to wait for 0.56 of its compute; then all ways run in turn, repeat after repeat, and what is
-reported is the median with a bootstrap interval. "restructured plain" overlaps nothing either, but has ours'
-query-split attention or halves of the batch: what these alone bring is not overlap's (forward only). "compute" is a step whose
+reported is the median with a bootstrap interval. "restructured plain", forward only, overlaps nothing either, but has
+ours' query-split attention or halves of the batch: what these alone bring is not overlap's. "compute" is a step whose
 messages are local copies, "ideal" one beside which as many bytes move that nobody needs. The hazard is a busy
 machine: two ranks need both processors.
 Needs root and iproute2.

@@ -78,8 +78,9 @@ FULL = (
     Setting("schedule", 4, RHOS, 2, TARGETED),
     Setting("schedule", 4, (0.56, 1.0), 2, OTHERS),
     Setting("schedule", 8, RHOS, 2, TARGETED),
-    Setting("schedule", 8, (0.56, 1.0), 2, OTHERS),
-    Setting("real", 2, RHOS, 9, TARGETED),
+    Setting("schedule", 8, (0.56,), 2, OTHERS),
+    Setting("real", 2, (0.3, 0.56, 0.75), 9, TARGETED),
+    Setting("real", 2, (1.0, 1.5), 5, TARGETED),
     Setting("real", 2, (0.56,), 3, OTHERS),
     Setting("real", 4, (0.56,), 3, TARGETED),
 )

@@ -36,7 +36,7 @@ dtype and link are not stated. Here every figure is this machine's, forward and 
 """
 CELLS = """## The schedules on an emulated link ([JSON](../bench/results/overlap.json))
 
-`python -m bench.overlap --emulate --json bench/results/overlap.json`, here run in parts; the JSON has their commands.
+Made by `COMMAND`.
 
 Milliseconds, median over interleaved repeats, of the slowest rank. *asleep*: every product is a sleep, so that cores
 are not what is measured; *real*: products. rho is T_comm / T_comp. *ideal* computes while as many bytes move that
@@ -50,7 +50,7 @@ def page(results=RESULTS):
     """The whole page."""
     overlap, llm, sums = (_read(results / f"{name}.json") for name in ("overlap", "llm", "sums"))
     parts = [HEAD, CLAIMS + "\n".join(_claims(overlap, llm)) + "\n"]
-    parts += [_targets(overlap), _llm(llm), _sums(sums), _cells(overlap)]
+    parts += [_targets(overlap, llm), _llm(llm), _sums(sums), _cells(overlap)]
     return "\n".join(part for part in parts if part)
 
 
@@ -89,16 +89,21 @@ def _ranks(claim):
     return claim["what"].split(",")[1].split()[0]
 
 
-def _targets(overlap):
-    if not overlap:
-        return ""
+def _targets(overlap, llm):
     rows = ["## Targets\n", "| what | measured | target | met |", "|---|---|---|---|"]
-    for claim in overlap["claims"]:
+    for claim in overlap["claims"] if overlap else ():
         interval = f" [{claim['low']:.3f}, {claim['high']:.3f}]" if "low" in claim else ""
         cells = f" ({claim['cells_met']} of {claim['cells']} cells)" if "cells" in claim else ""
         met = "yes" if claim["met"] else "no"
         rows.append(f"| {claim['what']} | {claim['value']:.3f}{interval}{cells} | {claim['target']:.2f} | {met} |")
-    return "\n".join(rows) + "\n"
+    for what, claim in llm["claims"].items() if llm else ():
+        figure, met = claim["figure"], "yes" if claim["holds"] else "no"
+        if isinstance(figure, dict):
+            known = f"{figure['value']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"
+        else:
+            known = f"{figure:.3f}"
+        rows.append(f"| {what} | {known} | {claim['target']:.2f} | {met} |")
+    return "\n".join(rows) + "\n" if len(rows) > 3 else ""
 
 
 def _llm(llm):
@@ -154,7 +159,7 @@ def _sums(sums):
 def _cells(overlap):
     if not overlap:
         return ""
-    rows = [CELLS]
+    rows = [CELLS.replace("COMMAND", overlap["command"])]
     head = ["rho", "compute", "ideal", "plain", "best slicing", *OURS, "auto", "waited", "best of ours", "law"]
     groups = {}
     for cell in overlap["cases"].values():

@@ -28,7 +28,7 @@ SUBSLICES = (1, 2, 4)
 
 
 def alone(problem: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Bytes sent in each part of an operation, and seconds of its compute, (repeats, parts); asleep, once, reckoned."""
+    """Bytes sent in each part of an operation, and seconds of its compute, (repeats, parts); reckoned if asleep."""
     with _operation(problem) as operation:
         runs = [run for run, _ in operation.parts]
         if problem["seconds"]:
@@ -72,7 +72,8 @@ def _contenders(operation: Operation, problem: dict[str, Any], key: str) -> Iter
     sends = Sends(dist.group.WORLD)
     yield "compute", operation.compute
     yield "ideal", beside(sends, operation.sent_bytes, operation.compute)
-    yield "sends", operation.slicing(1)
+    if not problem["seconds"] or not operation.has_subslices:
+        yield "sends", operation.slicing(1)  # asleep it is as long as "plain"
     for k in SLICES:
         yield f"slicing {k}", operation.slicing(k)
     if operation.has_subslices:
@@ -84,7 +85,7 @@ def _contenders(operation: Operation, problem: dict[str, Any], key: str) -> Iter
             yield f"last {m}", operation.library(num_last=m)
     if operation.has_ring:
         yield "ring", operation.library(schedule="ring")
-    if operation.has_subslices:
+    if operation.has_subslices and (not problem["seconds"] or dist.get_world_size() < 8):  # its trials are long
         yield "auto", operation.library(schedule="auto", tuned_as=key)
     if not problem["everything"]:
         return
