@@ -85,10 +85,10 @@ FULL = (
     Setting("real", 4, (0.56,), 3, TARGETED),
 )
 QUICK = (
-    Setting("schedule", 2, (0.56, 1.0), 2, TARGETED),
-    Setting("schedule", 2, (0.56,), 2, OTHERS),
-    Setting("schedule", 4, (0.56,), 2, TARGETED[:2]),
-    Setting("schedule", 8, (0.56,), 2, TARGETED[:2]),
+    Setting("schedule", 2, (0.56, 1.0), 2, TARGETED, longer=0.4),
+    Setting("schedule", 2, (0.56,), 2, OTHERS, longer=0.4),
+    Setting("schedule", 4, (0.56,), 2, TARGETED[:2], longer=0.4),
+    Setting("schedule", 8, (0.56,), 2, TARGETED[:2], longer=0.4),
     Setting("real", 2, (0.56,), 3, TARGETED[:2]),
 )
 
@@ -140,7 +140,7 @@ def _chosen(settings: Sequence[Setting], args: argparse.Namespace) -> Iterator[S
         wanted = args.mode in ("both", setting.mode) and (not args.ranks or setting.num_ranks in args.ranks)
         if wanted and operations and rhos:
             repeats = args.repeats or setting.repeats
-            yield replace(setting, operations=operations, rhos=rhos, repeats=repeats, longer=args.longer)
+            yield replace(setting, operations=operations, rhos=rhos, repeats=repeats, longer=setting.longer * args.longer)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
