@@ -140,7 +140,9 @@ def _chosen(settings: Sequence[Setting], args: argparse.Namespace) -> Iterator[S
         wanted = args.mode in ("both", setting.mode) and (not args.ranks or setting.num_ranks in args.ranks)
         if wanted and operations and rhos:
             repeats = args.repeats or setting.repeats
-            yield replace(setting, operations=operations, rhos=rhos, repeats=repeats, longer=setting.longer * args.longer)
+            yield replace(
+                setting, operations=operations, rhos=rhos, repeats=repeats, longer=setting.longer * args.longer
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
