@@ -41,8 +41,9 @@ SIZES = {
     ("real", "gradient reduction"): Sizes(rows=0, wide=512, narrow=0),
 }
 SECONDS = {2: 0.1, 4: 0.14, 8: 0.24}
-"""Asleep, of a whole compute, by ranks; longer where that is less than this over rho, and rho less than 1:"""
-SECONDS_RHO = {2: 0.18, 4: 0.2, 8: 0.5}
+"""By ranks, the least that a whole compute sleeps."""
+T_COMM_S = {2: 0.18, 4: 0.2, 8: 0.5}
+"""By ranks, the least T_comm of which 98 % can be seen to go."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Setting:
 
 def asleep_s(num_ranks: int, rho: float) -> float:
     """Seconds of a whole compute that sleeps."""
-    return max(SECONDS[num_ranks], SECONDS_RHO[num_ranks] / rho if rho < 1 else 0.0)
+    return max(SECONDS[num_ranks], T_COMM_S[num_ranks] / rho if rho < 1 else 0.0)
 
 
 FULL = (

@@ -40,8 +40,8 @@ Made by `COMMAND`.
 
 Milliseconds, median over interleaved repeats, of the slowest rank. *asleep*: every product is a sleep, so that cores
 are not what is measured; *real*: products. rho is T_comm / T_comp. *ideal* computes while as many bytes move that
-nobody needs; *plain* hides nothing (the fastest of the collective and sends all at once); *law* is the law's time for
-the best of ours. With 4 ranks on 2 cores one rank's waiting is another's computing: no target.
+nobody needs; *plain* hides nothing (sends all at once; at rho 0.56 the collective where that is faster); *law* is the
+law's time for the best of ours. With 4 ranks on 2 cores one rank's waiting is another's computing: no target.
 """
 OURS = ("direct 1", "direct 2", "direct 4", "ring")
 
@@ -90,7 +90,12 @@ def _ranks(claim):
 
 
 def _targets(overlap, llm):
-    rows = ["## Targets\n", "| what | measured | target | met |", "|---|---|---|---|"]
+    rows = [
+        "## Targets\n",
+        "A target beside an interval is met where the interval reaches it.\n",
+        "| what | measured | target | met |",
+        "|---|---|---|---|",
+    ]
     for claim in overlap["claims"] if overlap else ():
         interval = f" [{claim['low']:.3f}, {claim['high']:.3f}]" if "low" in claim else ""
         cells = f" ({claim['cells_met']} of {claim['cells']} cells)" if "cells" in claim else ""
@@ -103,7 +108,7 @@ def _targets(overlap, llm):
         else:
             known = f"{figure:.3f}"
         rows.append(f"| {what} | {known} | {claim['target']:.2f} | {met} |")
-    return "\n".join(rows) + "\n" if len(rows) > 3 else ""
+    return "\n".join(rows) + "\n" if len(rows) > 4 else ""
 
 
 def _llm(llm):
@@ -113,12 +118,15 @@ def _llm(llm):
         f"## A language model ([JSON](../bench/results/llm.json), `{llm['command']}`)\n",
         "A Llama on 2 ranks; at the link's rate plain's exposed communication is rho of the whole step's compute.",
         "MFU against the matrix rate measured in the same run. *removed*: of plain - ideal, with its 95 % interval.",
+        "Cases were measured in several runs: the shape of each stands with it.",
     ]
     for case, result in llm["cases"].items():
-        share = result["removed_of_plain_minus_ideal"]
+        share, shape = result["removed_of_plain_minus_ideal"], result["shape"]
         interval = f"{share['value']:.1%} [{share['low']:.1%}, {share['high']:.1%}]"
         rows += [
-            f"\n**{case}**, rho {result['rho']['value']:.2f}, {result['matrix_flops_per_s'] / 1e9:.1f} Gflop/s; ours "
+            f"\n**{case}**, {shape['batch']} x {shape['length']} tokens, "
+            f"{shape['layers']} layers of {shape['hidden']}, "
+            f"rho {result['rho']['value']:.2f}, {result['matrix_flops_per_s'] / 1e9:.1f} Gflop/s; ours "
             f"removes {interval}\n",
             "| way | step, ms | tokens/s | MFU |",
             "|---|---|---|---|",

@@ -1,6 +1,6 @@
 """A long bench run in parts: each joins its cases to those of the file, and its command to theirs.
 
-The hazard is a file whose parts were made on different commits: the date of each case stands in it.
+The hazard is a file whose parts were made on different commits: its commit and date are the last part's.
 """
 
 import json
