@@ -10,6 +10,7 @@ import json
 import statistics
 from pathlib import Path
 
+from bench.overlap_cases import OPERATIONS
 from bench.overlap_claims import plain
 
 __all__ = ["page"]
@@ -170,7 +171,7 @@ def _cells(overlap):
     rows = [CELLS.replace("COMMAND", overlap["command"])]
     head = ["rho", "compute", "ideal", "plain", "best slicing", *OURS, "auto", "waited", "best of ours", "law"]
     groups = {}
-    for cell in overlap["cases"].values():
+    for cell in sorted(overlap["cases"].values(), key=_place):
         groups.setdefault((cell["mode"], cell["num_ranks"], cell["operation"]), []).append(cell)
     for (mode, num_ranks, operation), cells in groups.items():
         how = "asleep" if mode == "schedule" else "real"
@@ -181,6 +182,10 @@ def _cells(overlap):
         ]
         rows += [_cell(cell) for cell in cells]
     return "\n".join(rows) + "\n"
+
+
+def _place(cell):
+    return cell["mode"] == "real", cell["num_ranks"], list(OPERATIONS).index(cell["operation"]), cell["rho"]
 
 
 def _cell(cell):
