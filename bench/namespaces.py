@@ -25,10 +25,14 @@ _QUEUE = 1 << 24  # nothing is ever dropped
 _TCP = {
     "tcp_congestion_control": "reno",  # bbr, after a change of rate, takes turns in the two directions
     "tcp_slow_start_after_idle": "0",
+    "tcp_early_retrans": "0",  # no probe for what is merely waiting
     "tcp_limit_output_bytes": str(1 << 17),
     "tcp_wmem": f"4096 {1 << 23} {1 << 23}",  # a message waits for the link in the kernel, as in a network card
     "tcp_rmem": f"4096 {1 << 23} {1 << 25}",
 }
+_ROUTE = "rto_min 30s initcwnd 1000"
+"""Nothing is lost, only late: at low rates acknowledgements wait behind messages for longer than TCP would wait for
+them, and what it sent again, and its window of one frame after that, were part of what was measured."""
 _CLONE_NEWNET = 0x40000000
 _MADE_BY = "stretto"
 _FOLDER = Path("/run/netns")
@@ -79,7 +83,8 @@ class Network:
                 for setting, value in _TCP.items():
                     (Path("/proc/sys/net/ipv4") / setting).write_text(value)
             address = f"addr add 10.77.0.{rank + 1}/24 dev {INTERFACE}"
-            _batch(["ip", "-n", name], [f"link set {INTERFACE} addrgenmode none up", address])
+            route = f"route change 10.77.0.0/24 dev {INTERFACE} src 10.77.0.{rank + 1} {_ROUTE}"
+            _batch(["ip", "-n", name], [f"link set {INTERFACE} addrgenmode none up", address, route])
 
     def shape(self, bits_per_s: float, burst_bytes: int) -> int:
         """Let every rank send at `bits_per_s`, at most `burst_bytes` (or one frame) at once; the burst set."""

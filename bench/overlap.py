@@ -31,7 +31,7 @@ FULL = (
     Setting("schedule", 4, RHOS, 3),
     Setting("schedule", 8, RHOS, 2),
     Setting("real", 2, (0.3, 0.56, 0.75), 9, TARGETED),
-    Setting("real", 2, (1.0, 1.5), 5, TARGETED),
+    Setting("real", 2, (1.0, 1.5), 4, TARGETED),
     Setting("real", 2, (0.56,), 3, OTHERS),
     Setting("real", 4, (0.56,), 3, TARGETED),
 )

@@ -179,3 +179,17 @@ def trade(num_bytes):
 def test_two_ranks_that_trade_use_both_directions_of_the_link_at_once(link):
     link.set_rate(1e8, message_bytes=1_000_000)
     assert min(max(link.run("tests.test_link:trade", 1_000_000)) for _ in range(5)) < 0.13  # 0.16 one by one
+
+
+@needs_a_link
+def test_nothing_is_sent_again_where_acknowledgements_wait_behind_messages(link):
+    link.set_rate(2e6, message_bytes=100_000)
+    link.run("bench.link:bare_transfer", 400_000)  # 1.6 s, 0.5 of them queued; TCP would wait for 0.2
+    assert link.run("tests.test_link:sent_again") == [0, 0]
+
+
+def sent_again():
+    names, values = (
+        line.split()[1:] for line in Path("/proc/self/net/snmp").read_text().splitlines() if "Tcp:" in line
+    )
+    return int(values[names.index("RetransSegs")])
