@@ -5,6 +5,7 @@ Every operation is built from the same tensors for all contenders, each a functi
 processors: in "schedule" mode products sleep, see `sleeping`.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -272,7 +273,7 @@ def gradients(sizes: Sizes, sends: Sends, group: dist.ProcessGroup) -> Operation
     def library(num_last: int) -> Run:
         layers, module = make()
         size, last = layers[0].weight.nbytes, layers[:num_last]
-        reducer = GradientReducer(module, dist.new_group(), bucket_bytes=size, last=last, sharded=True)
+        reducer = GradientReducer(module, _group(), bucket_bytes=size, last=last, sharded=True)
         closers.append(reducer.close)
         run = backward(module)
         return lambda: (run(), reducer.finish())
@@ -284,6 +285,12 @@ def gradients(sizes: Sizes, sends: Sends, group: dist.ProcessGroup) -> Operation
     sent = sizes.layers * sizes.wide**2 * 4 * (sends.world_size - 1) // sends.world_size
     alone = backward(make()[1])
     return Operation([(alone, sent)], sliced, library, has_ring=False, has_subslices=False, close=closers)
+
+
+@functools.cache
+def _group() -> dist.ProcessGroup:
+    """One for all reducers of a rank, which take turns: each group more is threads that ask for messages for ever."""
+    return dist.new_group()
 
 
 OPERATIONS: dict[str, Callable[[Sizes, Sends, dist.ProcessGroup], Operation]] = {

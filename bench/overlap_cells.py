@@ -36,7 +36,7 @@ SIZES = {
 }
 SECONDS = {2: 0.25, 4: 0.4, 8: 0.6}
 """By ranks, the least that a whole compute sleeps."""
-T_COMM_S = {2: 0.38, 4: 0.55, 8: 1.0}
+T_COMM_S = {2: 0.38, 4: 0.55, 8: 0.95}
 """By ranks, the least T_comm of which 98 % can be seen to go, where the law hides all."""
 POSTS_MORE = {"column backward, gathered again": 2, "Ulysses": 2, "gradient reduction": 3}
 """How many times longer operations sleep that post more: two messages a step, two halves, eight layers."""
