@@ -107,10 +107,10 @@ class Link:
         )
 
     def close(self) -> None:
-        """End the processes and remove their network."""
-        for rank in self._ranks:
+        """End the processes and remove their network. Another thread's `run` then raises `LinkError`."""
+        ranks, self._ranks, self._store = self._ranks, [], None
+        for rank in ranks:
             rank.end()
-        self._ranks, self._store = [], None
         self._network.close()
 
     def _start(self) -> None:
@@ -125,9 +125,9 @@ class Link:
 
     def _collect(self, task: str, timeout_s: float) -> list[Any]:
         values: dict[int, Any] = {}
-        cause, deadline = "", time.monotonic() + timeout_s
-        while len(values) < len(self._ranks):
-            pending = {rank.pipe: rank for rank in self._ranks if rank.index not in values}
+        ranks, cause, deadline = self._ranks, "", time.monotonic() + timeout_s
+        while len(values) < len(ranks):
+            pending = {rank.pipe: rank for rank in ranks if rank.index not in values}
             left = PATIENCE_S if cause else deadline - time.monotonic()
             ready = wait(list(pending), max(0.0, left))
             if not ready:
@@ -136,12 +136,12 @@ class Link:
                 rank = pending[pipe]  # type: ignore[index]
                 values[rank.index], error, died = rank.answer()
                 if error and (died or not cause):
-                    cause = f"rank {rank.index} of {len(self._ranks)} failed in {task}: {error}"
+                    cause = f"rank {rank.index} of {len(ranks)} failed in {task}: {error}"
         if cause:
             raise LinkError(cause)
-        if len(values) < len(self._ranks):
-            raise self._late([rank for rank in self._ranks if rank.index not in values], task, timeout_s)
-        return [values[rank.index] for rank in self._ranks]
+        if len(values) < len(ranks):
+            raise self._late([rank for rank in ranks if rank.index not in values], task, timeout_s)
+        return [values[rank.index] for rank in ranks]
 
     def _late(self, late: Sequence["_Rank"], task: str, timeout_s: float) -> LinkError:
         for rank in late:

@@ -37,7 +37,7 @@ SHAPES = {
     "tpsp": Shape(2, 512, 2048, 5504, 3, 16, 16, 8192),
     "tp": Shape(4, 256, 2048, 5504, 3, 16, 16, 8192),
     "up": Shape(2, 2048, 512, 1408, 4, 8, 8, 1024),
-    "dp": Shape(4, 512, 768, 2048, 4, 12, 12, 2048),
+    "dp": Shape(4, 512, 512, 1408, 8, 8, 8, 1024),
 }
 LEAST_MESSAGE = {"tpsp": 2, "tp": 4, "up": 8, "dp": 8}
 """What part of all tokens' activations: own rows; a half's other rows; a half's own rows' other heads; a bucket."""

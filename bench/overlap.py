@@ -13,11 +13,12 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from bench.link import LinkError, unavailable
 from bench.overlap_cases import OPERATIONS
@@ -27,13 +28,13 @@ from bench.overlap_report import merged, plot, table, write
 
 RHOS = (0.3, 0.56, 0.75, 1.0, 1.5)
 FULL = (
-    Setting("schedule", 2, RHOS, 3),
-    Setting("schedule", 4, RHOS, 3),
+    Setting("schedule", 2, RHOS, 2),
+    Setting("schedule", 4, RHOS, 2),
     Setting("schedule", 8, RHOS, 2),
     Setting("real", 2, (0.3, 0.56, 0.75), 9, TARGETED),
-    Setting("real", 2, (1.0, 1.5), 4, TARGETED),
+    Setting("real", 2, (1.0, 1.5), 3, TARGETED),
     Setting("real", 2, (0.56,), 3, OTHERS),
-    Setting("real", 4, (0.56,), 3, TARGETED),
+    Setting("real", 4, (0.56,), 2, TARGETED),
 )
 QUICK = (
     Setting("schedule", 2, (0.56, 1.0), 2, TARGETED, longer=0.4),
@@ -55,6 +56,14 @@ def _chosen(settings: Sequence[Setting], args: argparse.Namespace) -> Iterator[S
             yield replace(
                 setting, operations=operations, rhos=rhos, repeats=repeats, longer=setting.longer * args.longer
             )
+
+
+def _cells(settings: Sequence[Setting], tolerance: float) -> Generator[dict[str, Any]]:
+    """Those that sleep first, then the others."""
+    yield from side_by_side([setting for setting in settings if setting.mode == "schedule"], tolerance)
+    for setting in settings:
+        if setting.mode == "real":
+            yield from one_by_one(setting, tolerance)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,11 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured, started, complete = {}, time.perf_counter(), False
     try:
         chosen = list(_chosen(QUICK if args.quick else FULL, args))
-        asleep = side_by_side([setting for setting in chosen if setting.mode == "schedule"], args.tolerance)
-        real = (one_by_one(setting, args.tolerance) for setting in chosen if setting.mode == "real")
-        for cell in chain(asleep, chain.from_iterable(real)):
-            measured[cell["name"]] = cell
-            print(f"{table(cell)}\n  {time.perf_counter() - started:.0f} s so far", flush=True)
+        with closing(_cells(chosen, args.tolerance)) as cells:
+            for cell in cells:
+                measured[cell["name"]] = cell
+                print(f"{table(cell)}\n  {time.perf_counter() - started:.0f} s so far", flush=True)
         complete = True
     except LinkError as error:
         print(f"python -m bench.overlap: {error}", file=sys.stderr)

@@ -273,7 +273,7 @@ def gradients(sizes: Sizes, sends: Sends, group: dist.ProcessGroup) -> Operation
     def library(num_last: int) -> Run:
         layers, module = make()
         size, last = layers[0].weight.nbytes, layers[:num_last]
-        reducer = GradientReducer(module, _group(), bucket_bytes=size, last=last, sharded=True)
+        reducer = GradientReducer(module, _group_of_reducers(), bucket_bytes=size, last=last, sharded=True)
         closers.append(reducer.close)
         run = backward(module)
         return lambda: (run(), reducer.finish())
@@ -288,8 +288,11 @@ def gradients(sizes: Sizes, sends: Sends, group: dist.ProcessGroup) -> Operation
 
 
 @functools.cache
-def _group() -> dist.ProcessGroup:
-    """One for all reducers of a rank, which take turns: each group more is threads that ask for messages for ever."""
+def _group_of_reducers() -> dist.ProcessGroup:
+    """For all reducers of a rank: a group more is threads that ask for messages for ever.
+
+    They take turns: each run ends with a `finish`, which leaves nothing under way.
+    """
     return dist.new_group()
 
 

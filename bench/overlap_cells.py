@@ -9,13 +9,13 @@ hazard is too many at once, or too short: then one's milliseconds delay another.
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
-from bench.link import Link
+from bench.link import Link, LinkError
 from bench.overlap_cases import OPERATIONS, Sizes
 from bench.overlap_claims import predictions
 
@@ -40,7 +40,7 @@ T_COMM_S = {2: 0.38, 4: 0.55, 8: 0.95}
 """By ranks, the least T_comm of which 98 % can be seen to go, where the law hides all."""
 POSTS_MORE = {"column backward, gathered again": 2, "Ulysses": 2, "gradient reduction": 3}
 """How many times longer operations sleep that post more: two messages a step, two halves, eight layers."""
-LINKS = {2: 2, 4: 3, 8: 4}
+LINKS = {2: 1, 4: 2, 8: 2}
 """By ranks, how many cells sleep side by side."""
 
 
@@ -79,7 +79,10 @@ def one_by_one(setting: Setting, tolerance: float) -> Iterator[dict[str, Any]]:
 
 
 def side_by_side(settings: Sequence[Setting], tolerance: float) -> Iterator[dict[str, Any]]:
-    """The same of settings that sleep, as many cells at once as there are links for their ranks; longest first."""
+    """The same of settings that sleep, as many cells at once as there are links for their ranks; longest first.
+
+    After a `LinkError` none begins any more; those under way are still given, then it is raised.
+    """
     found = [(s, operation, rho) for s in settings for operation in s.operations for rho in s.rhos]
     found.sort(key=lambda cell: -cell[0].problem(*cell[1:])["seconds"])
     with ExitStack() as stack:
@@ -88,19 +91,40 @@ def side_by_side(settings: Sequence[Setting], tolerance: float) -> Iterator[dict
         for num_ranks in sorted({setting.num_ranks for setting in settings}):
             num_links = min(LINKS[num_ranks], sum(s.num_ranks == num_ranks for s, *_ in found))
             free[num_ranks], pools[num_ranks] = SimpleQueue(), ThreadPoolExecutor(num_links)
-            stack.callback(pools[num_ranks].shutdown, cancel_futures=True)
+            stack.callback(pools[num_ranks].shutdown)
             for _ in range(num_links):
                 free[num_ranks].put(stack.enter_context(Link(num_ranks, tolerance=tolerance)))
+
+        futures: list[Future[dict[str, Any]]] = []
+        stack.callback(_cancel, futures)  # before the links close
 
         def measured(setting: Setting, operation: str, rho: float) -> dict[str, Any]:
             link = free[setting.num_ranks].get()
             try:
                 return _cell(link, setting, operation, rho)
+            except LinkError:
+                _cancel(futures)
+                raise
             finally:
                 free[setting.num_ranks].put(link)
 
-        for done in as_completed([pools[cell[0].num_ranks].submit(measured, *cell) for cell in found]):
-            yield done.result()
+        futures += [pools[cell[0].num_ranks].submit(measured, *cell) for cell in found]
+        failed: LinkError | None = None
+        for done in as_completed(futures):
+            try:
+                yield done.result()
+            except CancelledError:
+                continue
+            except LinkError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+
+def _cancel(futures: Sequence[Future[Any]]) -> None:
+    """Those that have not begun."""
+    for future in futures:
+        future.cancel()
 
 
 def _cell(link: Link, setting: Setting, operation: str, rho: float) -> dict[str, Any]:
@@ -112,7 +136,9 @@ def _cell(link: Link, setting: Setting, operation: str, rho: float) -> dict[str,
     bits_per_s = 8 * sum(sent_bytes) / (rho * compute_s)
     layers = problem["sizes"]["layers"] if operation == "gradient reduction" else 0
     link.set_rate(bits_per_s, min(sent_bytes) // (setting.num_ranks - 1) // max(1, layers))
-    ranks = link.run("bench.overlap_ranks:cell", problem, setting.repeats, f"{name}, {bits_per_s:.0f}")
+    patience_s = 600 + 40 * (setting.repeats + 2) * problem["seconds"]  # an automatic choice tries a dozen times
+    args = problem, setting.repeats, f"{name}, {bits_per_s:.0f}"
+    ranks = link.run("bench.overlap_ranks:cell", *args, timeout_s=patience_s)
     after = link.run("bench.overlap_ranks:alone", problem, 2) if len(sent_bytes) > 1 else None
     cell: dict[str, Any] = {"name": name, **asdict(setting), "operation": operation, "rho": rho, "layers": layers}
     for key in ("seconds", "exposed"):
