@@ -28,7 +28,7 @@ __all__ = ["MODELS", "Model", "Shape", "Way", "part"]
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-SMALLEST_BUCKET = 2 << 20
+SMALLEST_BUCKET = 8 << 20
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ T_COMM_S = {2: 0.38, 4: 0.55, 8: 0.95}
 """By ranks, the least T_comm of which 98 % can be seen to go, where the law hides all."""
 POSTS_MORE = {"column backward, gathered again": 2, "Ulysses": 2, "gradient reduction": 3}
 """How many times longer operations sleep that post more: two messages a step, two halves, eight layers."""
-LINKS = {2: 1, 4: 2, 8: 2}
+LINKS = {2: 2, 4: 2, 8: 2}
 """By ranks, how many cells sleep side by side."""
 
 

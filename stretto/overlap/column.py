@@ -88,6 +88,7 @@ def _input_and_weight_gradients(
     if ctx.needs_input_grad[4]:
         scatter = Scatter(call, header, (slices.total, *x.shape[1:]), slices, x.device, check=how.check)
     regather = any(sums) and not how.keep_gathered
+    at_once = how.keep_gathered and scatter is not None and scatter.waits_in_result
     leaving = scatter.pieces() if scatter is not None else iter(())
     arriving = gather(call, header, x, slices, check=how.check) if regather else iter(())
     for piece, arrived in zip_longest(leaving, arriving):
@@ -96,8 +97,10 @@ def _input_and_weight_gradients(
         if arrived is not None:
             place, data = arrived
             _add(sums, grads, data, place.rows)
-        elif how.keep_gathered:
+        elif how.keep_gathered and not at_once:
             _add(sums, grads, x[piece.rows], piece.rows)
+    if at_once:  # one product beside all that is still on its way, and not one a slice
+        _add(sums, grads, x, slice(None))
     return scatter.result() if scatter is not None else None, sums
 
 

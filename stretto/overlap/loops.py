@@ -173,6 +173,11 @@ class Scatter:
         self._arriving: dict[tuple[int, int], tuple[Transfer, Tensor, Tensor]] = {}
         self._own: list[tuple[Piece, Tensor]] = []
 
+    @property
+    def waits_in_result(self) -> bool:
+        """Whether no `put` waits for an arrival: so few ranks, directly, that all of them fit in the window."""
+        return not (self._ring or self._plain) and self._lane.last <= self._window
+
     def pieces(self) -> Iterator[Piece]:
         """The order in which partials must be put; what the caller does until it puts one is its product."""
         for piece in [whole(self._slices)] if self._plain else walk(self._lane, self._slices):

@@ -7,6 +7,7 @@ library gave this rank must be this rank's part of that solution. A case is plai
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto import overlap
+from stretto.overlap.products import WeightGradient
 from tests.overlap import oracle
 
 TOLERANCE = 1e-12
@@ -260,6 +262,16 @@ def wider(operation: str, schedule: str) -> None:
     same("weight.grad", my_ws[1].grad.double(), part(weights[1].grad, [2] * n, 0).double(), 1e-6)
     same("y of 16 bits", outs[0].double(), part(ys[0], [3] * n, -1).double(), 1e-2)
     same("x.grad", mine.grad.double(), (x.grad if whole else part(x.grad, [4] * n, 0)).double(), 1e-2)
+
+
+def weight_products(schedule: str, keep_gathered: bool) -> int:
+    """In how many products a column layer's backward makes its weight's gradient."""
+    group, n, draw = dist.group.WORLD, dist.get_world_size(), Draw(2)
+    x, weight = leaf(draw(4, 3)), leaf(draw(2, 3))
+    y = overlap.all_gather_matmul(x, weight, group, schedule=schedule, keep_gathered=keep_gathered)
+    with mock.patch.object(WeightGradient, "add", autospec=True, side_effect=WeightGradient.add) as add:
+        y.backward(draw(4 * n, 2))
+    return add.call_count
 
 
 def halves_backward(schedule: str) -> list[str]:

@@ -55,6 +55,23 @@ def test_a_float32_weight_shares_the_gather_of_16_bit_rows(ranks: Ranks, operati
     ranks.run(2, matmul_cases.wider, operation, schedule)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule", "keep_gathered", "num_products"),
+    [
+        (2, "direct", True, 1),
+        (3, "direct", True, 1),
+        (4, "direct", True, 4),
+        (2, "ring", True, 2),
+        (2, "direct", False, 2),
+    ],
+)
+def test_a_kept_input_meets_the_gradient_in_one_product_where_no_send_waits_for_it(
+    ranks: Ranks, num_ranks: int, schedule: str, keep_gathered: bool, num_products: int
+) -> None:
+    found = ranks.run(num_ranks, matmul_cases.weight_products, schedule, keep_gathered)
+    assert found == [num_products] * num_ranks
+
+
 @pytest.mark.parametrize("schedule", ["auto", "direct", "plain"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_sums_of_one_half_are_awaited_after_the_other_halfs_backward(
