@@ -36,7 +36,7 @@ LEFT_OUT = {"forward": ("slicing 2", "slicing 8"), "training": ("restructured pl
 SHAPES = {
     "tpsp": Shape(2, 512, 2048, 5504, 3, 16, 16, 8192),
     "tp": Shape(4, 256, 2048, 5504, 3, 16, 16, 8192),
-    "up": Shape(2, 2048, 512, 1408, 4, 8, 8, 1024),
+    "up": Shape(2, 2048, 512, 1408, 6, 8, 8, 1024),
     "dp": Shape(4, 512, 512, 1408, 8, 8, 8, 1024),
 }
 LEAST_MESSAGE = {"tpsp": 2, "tp": 4, "up": 8, "dp": 8}

@@ -28,7 +28,7 @@ __all__ = ["MODELS", "Model", "Shape", "Way", "part"]
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-SMALLEST_BUCKET = 8 << 20
+BUCKET_BYTES = 12 << 20
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Replicated(Model):
             whole = {"bucket_bytes": -(-size // way.pieces)}
         if way.name.startswith("ours"):
             mlp = layers[0].mlp
-            whole = {"bucket_bytes": SMALLEST_BUCKET, "last": [mlp.gate_proj, mlp.up_proj, mlp.down_proj]}
+            whole = {"bucket_bytes": BUCKET_BYTES, "last": [mlp.gate_proj, mlp.up_proj, mlp.down_proj]}
         units = [layer.self_attn for layer in layers]
         check = not way.is_silent
         self.reducer = GradientReducer(self.llama, self.group, sharded=True, units=units, check=check, **whole)

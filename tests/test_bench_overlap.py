@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -176,11 +177,16 @@ def test_a_cell_is_measured_judged_and_written(tmp_path, capsys):
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "available")
 def test_a_rank_that_dies_ends_all_cells_and_those_under_way_are_still_given(monkeypatch):
     dies, lives, never = TARGETED[:3]
+    dead = threading.Event()
 
     def cell(link, setting, operation, rho):
         assert operation != never
         if operation == dies:
-            link.run("tests.test_link:die_on_one", 1, timeout_s=30)
+            try:
+                link.run("tests.test_link:die_on_one", 1, timeout_s=30)
+            finally:
+                dead.set()
+        dead.wait(30)
         time.sleep(1)
         return {"name": operation, "seconds": link.run("bench.link:bare_transfer", 1000)}
 

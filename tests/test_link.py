@@ -17,6 +17,7 @@ import torch.distributed as dist
 from bench import namespaces
 from bench.link import Link, LinkError, unavailable
 from stretto.overlap.p2p import peers_of
+from stretto.overlap.wires import HOST
 
 needs_a_link = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "available")
 ROOT = Path(__file__).resolve().parents[1]
@@ -179,6 +180,27 @@ def trade(num_bytes):
 def test_two_ranks_that_trade_use_both_directions_of_the_link_at_once(link):
     link.set_rate(1e8, message_bytes=1_000_000)
     assert min(max(link.run("tests.test_link:trade", 1_000_000)) for _ in range(5)) < 0.13  # 0.16 one by one
+
+
+def told_beside_a_payload(num_bytes):
+    """Seconds that words take while a payload of the same group is on its way."""
+    group, other = dist.group.WORLD, 1 - dist.get_rank()
+    with peers_of(group).call("gradient reduction") as call:
+        for size in (1, num_bytes):
+            out, into = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+            word, answer = torch.zeros(1), torch.empty(1)
+            dist.barrier()
+            call.post([(out, other)], [(into, other)])
+            start = time.monotonic()
+            call.wait(call.tell([(word, other)], [(answer, other)], HOST))
+            taken = time.monotonic() - start
+    return taken
+
+
+@needs_a_link
+def test_words_do_not_wait_behind_a_payload(link):
+    link.set_rate(2e7, message_bytes=2_000_000)
+    assert max(link.run("tests.test_link:told_beside_a_payload", 2_000_000)) < 0.3  # the payload takes 0.8 s
 
 
 @needs_a_link

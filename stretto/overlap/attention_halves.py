@@ -38,11 +38,11 @@ def matmul_all_to_all_start(
     check: bool = True,
     tuned_as: str = "",
 ) -> Pending:
-    """`matmul_all_to_all` up to its wait: everything is computed, and others' pieces are on their way.
+    """`matmul_all_to_all` up to its wait: others' pieces are on their way, the own ones are computed at the wait.
 
     Arguments, errors and, bit for bit, numbers as `matmul_all_to_all`, whose result `Pending.wait` gives. Further
-    operations on the group may be called in between. "auto" is "direct" here: what hides the messages is not known.
-    Under "plain" nothing is left in flight.
+    operations on the group may be called in between; what was given must not change there. "auto" is "direct" here:
+    what hides the messages is not known. Under "plain" nothing is left in flight.
 
     Gradients:
         The gradients of others' rows leave where autograd comes to the wait, and are awaited where it comes to the

@@ -20,6 +20,7 @@ from stretto.overlap.inputs import outside_of_graphs
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import Call, peers_of
 from stretto.overlap.routes import Slices, slice_sizes
+from stretto.overlap.row_sizes import exchange_sizes
 from stretto.overlap.vocab import check_same
 
 __all__ = ["causal_lm_loss", "vocab_cross_entropy"]
@@ -114,7 +115,7 @@ def _vocabulary(call: Call, logits: Tensor) -> tuple[Tensor, Slices]:
         rows = logits.shape[:-1].numel()
         shape = (logits.shape[-1], rows)
         header = Header(call.operation, call.number, "sizes", 0, shape, logits.dtype, 1, "direct", ())
-        return logits, Slices(tuple(call.exchange_sizes(header, logits.device)))
+        return logits, Slices(tuple(exchange_sizes(call, header, logits.device)))
     raise ValueError(f"logits are {logits.dtype}; they must be floating-point")
 
 

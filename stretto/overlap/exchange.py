@@ -91,19 +91,20 @@ def own_last(call: Call, header: Header, trade: Trade, *, check: bool) -> Iterat
 
 
 class Flight:
-    """A trade of which others' pieces are on their way, the own ones made: its two halves, for a caller between.
+    """A trade of which others' pieces are on their way: its two halves, for a caller between.
 
     A flight that was left and is then dropped, as by the early end of a recomputation, leaves its transfers to the
     group, whose next call waits for them: buffers must outlive their transfers.
     """
 
     def __init__(self, call: Call, header: Header, trade: Trade, kind: str, *, check: bool) -> None:
-        """Make others' pieces and post each as it is made, then make the own ones; nothing is awaited.
+        """Make others' pieces and post each as it is made; nothing is awaited.
 
-        Under "plain" all are made before any leaves, and all have arrived at the end.
+        Under "plain" all are made, own ones too, before any leaves, and all have arrived at the end.
         """
         self._call, self._trade, self._left, self._landed = call, trade, False, False
         self._arriving: list[tuple[int, int, int, Tensor, Transfer]] = []
+        self._own: list[Tensor] | None = None
         lane, plain = trade.lane(call, kind, header, check), header.schedule == "plain"
         made = []
         for step, here in enumerate(lane.routes[:-1]):
@@ -111,9 +112,8 @@ class Flight:
                 made.append((step, here, s, _made(call, trade, step, here.send_to, s)))
                 if not plain:
                     self._post(lane, *made.pop())
-        rank = call.peers.rank
-        self.own = [_made(call, trade, lane.last, rank, s) for s in range(trade.num_subslices)]
-        """The own piece of every sub-slice."""
+        if plain:
+            self._own = self._make_own()
         for each in made:
             self._post(lane, *each)
         if plain:
@@ -121,17 +121,21 @@ class Flight:
                 call.wait(transfer)
             self._landed = True
 
-    def leave(self) -> Tensor:
-        """Let it outlive its call; the own pieces, rows one after another."""
+    def leave(self) -> None:
+        """Let it outlive its call."""
         self._left = True
         self._call.leave([transfer for *_, transfer in self._arriving])
-        own, self.own = self.own, []
+
+    def take_own(self) -> Tensor:
+        """The own pieces, made now, rows one after another; `pieces` then has others' alone."""
+        own, self._own = self._make_own() if self._own is None else self._own, []
         return own[0] if len(own) == 1 else torch.cat(own)
 
     def pieces(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(peer, sub-slice, piece): own first unless it was left, then others' as they come, rank-1, rank-2, ..."""
+        """(peer, sub-slice, piece): own first unless they were taken, then others' as they come, rank-1, ..."""
         call = self._call
-        for s, piece in enumerate(self.own):
+        own, self._own = self._make_own() if self._own is None else self._own, []
+        for s, piece in enumerate(own):
             call.begin_product()
             yield call.peers.rank, s, piece
             call.end_product(call.peers.world_size - 1, s, call.peers.rank)
@@ -143,6 +147,10 @@ class Flight:
             call.begin_product()
             yield peer, s, room
             call.end_product(step, s, peer)
+
+    def _make_own(self) -> list[Tensor]:
+        peers, trade = self._call.peers, self._trade
+        return [_made(self._call, trade, peers.world_size - 1, peers.rank, s) for s in range(trade.num_subslices)]
 
     def _post(self, lane: Lane, step: int, here: Route, s: int, piece: Tensor) -> None:
         room = self._trade.room(here.recv_from, s)

@@ -18,6 +18,7 @@ from stretto.overlap.faults import Header
 from stretto.overlap.loops import sum_dtype
 from stretto.overlap.p2p import Call, Peers
 from stretto.overlap.routes import Asked, Slices, sizes_from, slice_sizes
+from stretto.overlap.row_sizes import exchange_sizes
 
 __all__ = ["How", "rows_first", "rows_last"]
 
@@ -176,7 +177,7 @@ def gathered_slices(call: Call, how: How, x: Tensor, sizes: Sizes) -> Slices:
         if sizes != "exchange":
             raise ValueError(f"sizes={sizes!r} must be None (equal slices), 'exchange', or one row count a rank")
         header = replace(how.header(call, x.dtype), lane="sizes", shape=tuple(x.shape))
-        return Slices(tuple(call.exchange_sizes(header, x.device)), how.num_subslices)
+        return Slices(tuple(exchange_sizes(call, header, x.device)), how.num_subslices)
     given = tuple([x.shape[0]] * world_size) if sizes is None else sizes_from(sizes, world_size)
     if given[rank] != x.shape[0]:
         raise ValueError(f"sizes[{rank}]={given[rank]} but this rank's slice has {x.shape[0]} rows")

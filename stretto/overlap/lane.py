@@ -46,8 +46,8 @@ class Lane:
         call.device = device
         if peers.world_size > 1:
             peers.wire(device)
-        self._device, self._check = peers.words(device), check
-        self._buffer = Header.blank(self._device)
+        self._device, self._check = device, check
+        self._buffer = Header.blank(peers.words(device))
         self._incoming = self._announce(0)
 
     def post(self, step: int, subslice: int, outgoing: Tensor, incoming: Tensor) -> Transfer:
@@ -67,6 +67,7 @@ class Lane:
         if not self._check or step >= self.last:
             return None
         here = self.routes[step]
-        words = replace(self._header, step=step, shape=self._shapes(here)[0]).pack(self._device)
-        self._buffer = Header.blank(self._device)
-        return self.call.post([(words, here.send_to)], [(self._buffer, here.recv_from)])
+        home = self.call.peers.words(self._device)
+        words = replace(self._header, step=step, shape=self._shapes(here)[0]).pack(home)
+        self._buffer = Header.blank(home)
+        return self.call.tell([(words, here.send_to)], [(self._buffer, here.recv_from)], self._device)

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -22,10 +21,9 @@ from stretto.overlap.faults import Header, PeerError, enter, refuse
 from stretto.overlap.law import Choice
 from stretto.overlap.moments import Moment, now
 from stretto.overlap.records import Record, Records, Report
-from stretto.overlap.routes import route
 from stretto.overlap.transfers import Transfer
 from stretto.overlap.waits import keep_lead
-from stretto.overlap.wires import HOST, Wire, open_wire
+from stretto.overlap.wires import HOST, Message, Wire, messages_of, open_wire, words_wire
 
 __all__ = ["Call", "Peers", "peers_of", "report"]
 
@@ -46,6 +44,8 @@ class Peers:
         self.records = Records()
         self.choices: dict[Hashable, Choice] = {}
         self.wires: dict[torch.device, Wire] = {}
+        self.words_wire: Wire | None = None
+        """What carries words of the host; opened by the first that are told."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -72,8 +72,9 @@ class Peers:
         """Make peers that wait for this rank fail now."""
         if HOST.type in self.backends:
             self.wire(HOST)
-        for wire in self.wires.values():
-            wire.hang_up()
+        for wire in (self.words_wire, *self.wires.values()):
+            if wire is not None:
+                wire.hang_up()
 
     @contextmanager
     def call(self, operation: str, *, background: bool = False) -> Iterator["Call"]:
@@ -175,15 +176,32 @@ class Call:
         self._product: Moment = self._start_s
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Transfer:
-        """Start one batch of (tensor, peer) messages; empty tensors are left out on both sides.
+        """Start one batch of (tensor, peer) messages; empty tensors are left out on both sides."""
+        messages = messages_of(sends, receives)
+        return self._start(messages, self.peers.wire(messages[0][1].device) if messages else None)
 
-        Receives come first: gloo sends a payload when its receiver has said that it is ready, and says so on
-        the connection of its own payload. Behind that, two ranks that trade would take turns on the link.
-        """
-        messages = [("receiving from", tensor, peer) for tensor, peer in receives if tensor.numel()]
-        messages += [("sending to", tensor, peer) for tensor, peer in sends if tensor.numel()]
+    def tell(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], device: torch.device
+    ) -> Transfer:
+        """Start one batch of small messages that go beside tensors of a device; they wait behind no payload."""
+        messages = messages_of(sends, receives)
+        return self._start(messages, self._words_wire(device) if messages else None)
+
+    def _words_wire(self, device: torch.device) -> Wire:
+        """Opened when all have met twice on the group's own: who does not come, or dies, is missed there by all."""
+        peers = self.peers
+        if peers.words(device) != HOST:
+            return peers.wire(device)
+        if peers.words_wire is None:
+            others = [peer for peer in range(peers.world_size) if peer != peers.rank]
+            for _ in range(2 if HOST.type in peers.backends else 0):
+                here, there = (list(zip(t, others)) for t in torch.zeros(2, len(others), 1, device=HOST))
+                self.wait(self._start(messages_of(here, there), peers.wire(HOST)))
+            peers.words_wire = words_wire(peers.group, peers.rank, peers.world_size, peers.backends)
+        return peers.words_wire
+
+    def _start(self, messages: list[Message], wire: Wire | None) -> Transfer:
         self.num_posts += 1
-        wire = self.peers.wire(messages[0][1].device) if messages else None
         transfer = Transfer(wire.post(messages) if wire is not None else [], messages, wire)
         if tracing.is_tracing():
             transfer.watch(self.position, self.name, self.operation, now(self.device))
@@ -274,24 +292,6 @@ class Call:
         peers.hang_up()
         seen = "" if peers.fault == mine else f"; seen here: {mine}"
         return f"{peers.fault}{seen}; this group is dead and must be made anew"
-
-    def exchange_sizes(self, header: Header, device: torch.device) -> list[int]:
-        """The number of rows of every rank's slice, from one header to and from every peer.
-
-        All else in the headers, the shape behind the rows included, must agree.
-        """
-        rank, world_size, device = self.peers.rank, self.peers.world_size, self.peers.words(device)
-        routes = [route("scatter", "direct", rank, world_size, step) for step in range(world_size - 1)]
-        received = {r.recv_from: Header.blank(device) for r in routes}
-        words = header.pack(device)
-        self.position = "exchange of sizes"
-        self.wait(self.post([(words, r.send_to) for r in routes], [(received[p], p) for p in received]))
-        sizes = [header.shape[0]] * world_size
-        for peer, buffer in received.items():
-            theirs = Header.unpack(buffer)
-            self.compare(replace(header, shape=(*theirs.shape[:1], *header.shape[1:])), theirs, peer)
-            sizes[peer] = theirs.shape[0]
-        return sizes
 
     def compare(self, expected: Header, received: Header, peer: int) -> None:
         """Fail unless a peer announced what this rank expects."""

@@ -151,14 +151,19 @@ class Gradients:
 
 
 def projection(layout: Layout, rank: int, x: Tensor, linears: Linears, out: Tensor) -> Trade:
-    """Own rows' features for every rank against its rows' own features, whose place is `out`."""
-    rows, inner = layout.rows, x.shape[1]
+    """Own rows' features for every rank against its rows' own features, whose place is `out`.
+
+    Pieces that are made later are of the precision that holds now.
+    """
+    rows, inner, device = layout.rows, x.shape[1], x.device.type
+    precision = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     def make(peer: int, s: int) -> Tensor:
         mine = rows.local(rank, s)
         made = x.new_empty(rows.size(rank, s), inner, layout.width(peer))
-        for index, (features, columns) in enumerate(layout.parts(peer)):
-            linears.write(index, x, mine, features, made[..., columns])
+        with torch.autocast(device, *precision, cache_enabled=False):
+            for index, (features, columns) in enumerate(layout.parts(peer)):
+                linears.write(index, x, mine, features, made[..., columns])
         return made
 
     return Trade(

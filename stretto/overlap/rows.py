@@ -16,6 +16,7 @@ from stretto.overlap.faults import Header
 from stretto.overlap.inputs import outside_of_graphs
 from stretto.overlap.p2p import peers_of
 from stretto.overlap.routes import slice_sizes
+from stretto.overlap.row_sizes import exchange_sizes
 
 __all__ = ["AnnouncedOutput", "OwnRowsInput", "announce", "as_part_of", "count_all", "own_part"]
 
@@ -51,7 +52,7 @@ def count_all(x: Tensor, mesh: DeviceMesh, dim: int, *, uneven: bool) -> int:
     with peers.call("sizes") as call:
         rest = tuple(size for axis, size in enumerate(x.shape) if axis != dim % x.ndim)
         header = Header("sizes", call.number, "sizes", 0, (own, *rest), x.dtype, 1, "direct", ())
-        sizes = call.exchange_sizes(header, x.device)
+        sizes = exchange_sizes(call, header, x.device)
     if sizes != slice_sizes(sum(sizes), world_size):
         expected = slice_sizes(sum(sizes), world_size)
         raise ValueError(f"the ranks have {sizes} of {sum(sizes)} rows; cut them as torch.chunk does: {expected}")

@@ -121,6 +121,6 @@ def greatest(call: Call, numbers: Sequence[float], device: torch.device) -> list
     theirs = [torch.empty_like(mine) for _ in range(peers.world_size)]
     others = [peer for peer in range(peers.world_size) if peer != peers.rank]
     theirs[peers.rank] = mine
-    call.wait(call.post([(mine, peer) for peer in others], [(theirs[peer], peer) for peer in others]))
+    call.wait(call.tell([(mine, peer) for peer in others], [(theirs[peer], peer) for peer in others], device))
     found: list[float] = torch.stack(theirs).amax(0).tolist()
     return found

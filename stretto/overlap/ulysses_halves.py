@@ -45,17 +45,20 @@ class MatmulStart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, trip: Trip, x: Tensor, *flat: Tensor | None) -> Tensor:
-        """Others' head groups are computed and sent, then the own ones computed: these are returned."""
+        """Others' head groups are computed and sent; the own ones, in whose name this returns, by `MatmulWait`.
+
+        There they hide what is still on its way. What is returned has a shape and no numbers.
+        """
         linears = Linears.of(flat)
         call, how, layout, rank = trip.call, trip.how, trip.layout, trip.rank
         trip.out = x.new_empty(layout.rows.total, x.shape[1], layout.width(rank))
         trade = projection(layout, rank, x, linears, trip.out)
         with how.peers.resume(call):
             trip.flight = Flight(call, how.header(call, x.dtype), trade, "scatter", check=how.check)
-            own = trip.flight.leave()
+            trip.flight.leave()
         ctx.trip = trip
         ctx.save_for_backward(x, *linears.saved())
-        return own
+        return x.new_empty(()).expand(layout.rows.sizes[rank], x.shape[1], layout.width(rank))
 
     @staticmethod
     @once_differentiable
@@ -75,16 +78,16 @@ class MatmulStart(torch.autograd.Function):
 
 
 class MatmulWait(torch.autograd.Function):
-    """The own piece (sizes[rank], inner, own features) -> (sum(sizes), inner, own features)."""
+    """What `MatmulStart` returned -> (sum(sizes), inner, own features)."""
 
     @staticmethod
     def forward(ctx: Any, trip: Trip, own: Tensor) -> Tensor:
-        """Others' rows have arrived."""
-        ctx.trip, out = trip, trip.out
+        """The own rows are computed, and others' have arrived."""
+        ctx.trip, out, flight = trip, trip.out, trip.arrived()
         del trip.out
-        out[trip.layout.rows.rows(trip.rank)] = own
+        out[trip.layout.rows.rows(trip.rank)] = flight.take_own()
         with trip.how.peers.resume(trip.call):
-            for _ in trip.arrived().pieces():
+            for _ in flight.pieces():
                 pass
         return out
 
@@ -108,7 +111,8 @@ class AttentionStart(torch.autograd.Function):
         trade = attended(trip.layout, trip.rank, queries, q)
         with how.peers.resume(call):
             trip.flight = Flight(call, how.header(call, q.dtype), trade, "scatter", check=how.check)
-            return trip.flight.leave()
+            trip.flight.leave()
+            return trip.flight.take_own()
 
     @staticmethod
     @once_differentiable
@@ -163,4 +167,5 @@ def _sent_back(trip: Trip, operation: str, grad: Tensor, trade: Trade) -> Tensor
         call.tuned_as = how.tuned_as
         trip.call = call
         trip.flight = Flight(call, how.header(call, grad.dtype), trade, "gather", check=how.check)
-        return trip.flight.leave()
+        trip.flight.leave()
+        return trip.flight.take_own()

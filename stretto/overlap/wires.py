@@ -1,14 +1,16 @@
-"""Where a group's messages travel: one wire for the tensors of the host, one for those of each device.
+"""Where a group's messages travel: a wire for the tensors of the host, one for those of each device, one for words.
 
 What the host reads, headers and measurements, is always a host tensor: read from a device it would stop the host at
-every step, and nothing would be hidden. A group that carries none gets a gloo companion of the same ranks, made from
-its own store at first use. Under NCCL payloads have a communicator of their own, so that they queue behind no other
-collective. The hazard: a companion is made by all ranks at once, so a wire is opened where every rank passes. Source:
-torch's ProcessGroupNCCL: its stream waits for what the current one was given before the message was posted, and
-`Work.wait` makes the current stream wait for the message's end event; it blocks nobody on the host.
+every step, and nothing would be hidden. Such words have connections of their own: one that is behind a payload comes
+when that has come, and the next payload waits for it. A wire that the group has not gets a gloo companion of the same
+ranks, made from its own store at first use. Under NCCL payloads have a communicator of their own, so that they queue
+behind no other collective. The hazard: a companion is made by all ranks at once, so a wire is opened where every rank
+passes. Source: torch's ProcessGroupNCCL: its stream waits for what the current one was given before the message was
+posted, and `Work.wait` makes the current stream wait for the message's end event; it blocks nobody on the host.
 """
 
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -20,11 +22,21 @@ from stretto.overlap.faults import hang_up
 from stretto.overlap.moments import Moment, now
 from stretto.overlap.staged import Copies, DeviceCopies, Staged
 
-__all__ = ["HOST", "Direct", "Message", "Nccl", "Wire", "open_wire", "staged_wire"]
+__all__ = ["HOST", "Direct", "Message", "Nccl", "Wire", "messages_of", "open_wire", "staged_wire", "words_wire"]
 
 HOST = torch.device("cpu")
 Message = tuple[str, Tensor, int]
 """("sending to" or "receiving from", tensor, peer)."""
+
+
+def messages_of(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Message]:
+    """One batch of (tensor, peer) messages; empty tensors are left out on both sides.
+
+    Receives come first: gloo sends a payload when its receiver has said that it is ready, and says so on the
+    connection of its own payload. Behind that, two ranks that trade would take turns on the link.
+    """
+    messages = [("receiving from", tensor, peer) for tensor, peer in receives if tensor.numel()]
+    return messages + [("sending to", tensor, peer) for tensor, peer in sends if tensor.numel()]
 
 
 class Wire(Protocol):
@@ -132,6 +144,17 @@ def open_wire(
     return Direct(group._get_backend(device), rank, world_size)
 
 
+def words_wire(group: dist.ProcessGroup, rank: int, world_size: int, backends: dict[str, str]) -> Direct:
+    """A wire for small messages of the host: connections of their own, served by the thread of the group's own."""
+    if backends.get(HOST.type) != "gloo":
+        return Direct(_companion(group, rank, world_size, backends, "words"), rank, world_size)
+    gloo: Any = dist.ProcessGroupGloo  # its stubs lack these options
+    own: Any = group._get_backend(HOST).options
+    options = gloo._Options()
+    options._devices, options._timeout, options._threads = own._devices, own._timeout, 1
+    return Direct(gloo(_store_of(group, "words"), rank, world_size, options), rank, world_size)
+
+
 def staged_wire(
     group: dist.ProcessGroup, rank: int, world_size: int, backends: dict[str, str], copies: Copies
 ) -> Staged:
@@ -143,8 +166,12 @@ def _companion(
     group: dist.ProcessGroup, rank: int, world_size: int, backends: dict[str, str], name: str
 ) -> dist.ProcessGroupGloo:
     """A gloo backend of the same ranks, which meet in the group's own store: no other group's name is touched."""
-    store = dist.PrefixStore(f"stretto {name}", group.get_group_store())
-    return dist.ProcessGroupGloo(store, rank, world_size, _timeout_of(group, backends))
+    return dist.ProcessGroupGloo(_store_of(group, name), rank, world_size, _timeout_of(group, backends))
+
+
+def _store_of(group: dist.ProcessGroup, name: str) -> dist.Store:
+    """Where a companion's ranks meet: over a connection of its own, which others may wait on at the same time."""
+    return dist.PrefixStore(f"stretto {name}", group.get_group_store().clone())
 
 
 def _timeout_of(group: dist.ProcessGroup, backends: dict[str, str]) -> timedelta:

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from stretto.overlap import (
     split_heads,
 )
 from stretto.overlap.p2p import peers_of
+from stretto.overlap.projections import Linears
 from tests.overlap.matmul_cases import Draw, leaf, part_of, room, same
 
 D = 2
@@ -357,6 +359,29 @@ def low_rank(started: bool, num_subslices: int, dtype: str) -> None:
     for name, found, expected in [("q", mine["q"], whole["q"]), ("down", a, down), ("up", b, up)]:
         assert found.grad.dtype == found.dtype
         same(name, summed(found.grad.double()), expected.grad, tolerance)
+
+
+def started_under_autocast() -> None:
+    """What is made at the wait, outside, is of the precision of the start."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    x, weight, low, up = (torch.randn(*shape) for shape in ((1, 4, 64), (2 * n, 64), (1, 4, 16), (2 * n, 16)))
+    options = {"features": [[2] * n], "low_rank": [(low, up)]}
+    with torch.autocast("cpu", torch.bfloat16):
+        (whole,) = matmul_all_to_all(x, [weight], group, **options)
+        pending = matmul_all_to_all_start(x, [weight], group, **options)
+    assert torch.equal(pending.wait()[0], whole)
+
+
+def own_product_that_fails() -> None:
+    """Of a start that nothing was wrong with; the group lives."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    x, weight = torch.ones(1, 2, 3), torch.ones(2 * n, 3)
+    pending = matmul_all_to_all_start(x, [weight], group, features=[[2] * n])
+    with mock.patch.object(Linears, "write", side_effect=MemoryError("no room")), pytest.raises(MemoryError):
+        pending.wait()
+    del pending
+    (y,) = matmul_all_to_all(x, [weight], group, features=[[2] * n])
+    assert torch.equal(y, torch.full((1, 2 * n, 2), 3.0))
 
 
 def low_rank_that_fits_not() -> None:

@@ -1,8 +1,10 @@
 """What every rank does in the tests of faults: calls that must fail, each on a group of its own."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -143,6 +145,32 @@ def never_come(bad: int) -> Ends:
             return "", "", ""
         start = time.monotonic()
         return *ends(lambda: square(group)), str(time.monotonic() - start)
+
+
+def die_while_another_is_awaited(bad: int, late: int) -> tuple[str, str]:
+    """Rank `bad` dies within the group's first call, which rank `late` has not made yet; the error and seconds."""
+    with own_group(timeout_s=20) as group:
+        dist.barrier()
+        start = time.monotonic()
+        if dist.get_rank() == bad:
+            threading.Timer(0.5, os._exit, (3,)).start()
+        if dist.get_rank() == late:
+            time.sleep(1)
+        kind, _ = ends(lambda: square(group))
+        return kind, str(time.monotonic() - start)
+
+
+def open_two_at_once() -> None:
+    """Two groups' first calls, in two threads, in another order on each rank."""
+    for _ in range(3):
+        with own_group(timeout_s=20) as one, own_group(timeout_s=20) as other:
+            groups = [one, other] if dist.get_rank() % 2 else [other, one]
+            dist.barrier()
+            with ThreadPoolExecutor() as threads:
+                first = threads.submit(square, groups[0])
+                time.sleep(0.1)
+                second = threads.submit(square, groups[1])
+                assert torch.equal(first.result(), second.result())
 
 
 def one_call_more(bad: int) -> Ends:

@@ -44,14 +44,14 @@ def random_case(draw: random.Random, num_ranks: int) -> dict[str, Any]:
 def random_sequences(first_seed: int, num_sequences: int) -> None:
     """Each sequence is the same on every rank; each rank pauses when it likes."""
     pause = random.Random(dist.get_rank())
-    post = Call.post
+    start = Call._start
 
-    def late_post(call: Call, sends: Any, receives: Any) -> Transfer:
+    def late_start(call: Call, messages: Any, wire: Any) -> Transfer:
         if pause.random() < 0.2:
             time.sleep(pause.random() * 0.004)
-        return post(call, sends, receives)
+        return start(call, messages, wire)
 
-    with mock.patch.object(Call, "post", late_post):
+    with mock.patch.object(Call, "_start", late_start):
         for seed in range(first_seed, first_seed + num_sequences):
             draw = random.Random(seed)
             for _ in range(draw.randint(1, 3)):
@@ -114,38 +114,38 @@ def poisoned(seed: int, num_cases: int) -> None:
 
 
 def buffers_of_transfers() -> None:
-    """No transfer is forgotten: what was posted was waited for, and nothing is left when a call ends."""
-    posted: list[Transfer] = []
+    """No transfer is forgotten: what was started was waited for, and nothing is left when a call ends."""
+    started: list[Transfer] = []
     waited: list[Transfer] = []
-    post, wait = Call.post, Call.wait
+    start, wait = Call._start, Call.wait
 
-    def note_post(call: Call, sends: Any, receives: Any) -> Transfer:
-        posted.append(post(call, sends, receives))
-        return posted[-1]
+    def note_start(call: Call, messages: Any, wire: Any) -> Transfer:
+        started.append(start(call, messages, wire))
+        return started[-1]
 
     def note_wait(call: Call, transfer: Transfer) -> None:
         waited.append(transfer)
         wait(call, transfer)
 
-    with mock.patch.object(Call, "post", note_post), mock.patch.object(Call, "wait", note_wait):
+    with mock.patch.object(Call, "_start", note_start), mock.patch.object(Call, "wait", note_wait):
         for operation in OPERATIONS:
             operation(random_case(random.Random(7), dist.get_world_size()))
-    assert {id(t) for t in posted} == {id(t) for t in waited}
-    assert len(posted) == len(waited)
+    assert {id(t) for t in started} == {id(t) for t in waited}
+    assert len(started) == len(waited)
     assert not peers_of(dist.group.WORLD).unfinished
 
 
 def most_in_flight(schedule: str, num_subslices: int) -> int:
     """The largest number of payload elements that are posted and not yet waited for, headers left out."""
     most = now = 0
-    post, wait = Call.post, Call.wait
+    start, wait = Call._start, Call.wait
 
     def payload(transfer: Transfer) -> int:
         return sum(t.numel() for _, t, _ in transfer.messages if t.dtype != torch.int64)
 
-    def note_post(call: Call, sends: Any, receives: Any) -> Transfer:
+    def note_start(call: Call, messages: Any, wire: Any) -> Transfer:
         nonlocal most, now
-        transfer = post(call, sends, receives)
+        transfer = start(call, messages, wire)
         now += payload(transfer)
         most = max(most, now)
         return transfer
@@ -155,7 +155,7 @@ def most_in_flight(schedule: str, num_subslices: int) -> int:
         wait(call, transfer)
         now -= payload(transfer)
 
-    with mock.patch.object(Call, "post", note_post), mock.patch.object(Call, "wait", note_wait):
+    with mock.patch.object(Call, "_start", note_start), mock.patch.object(Call, "wait", note_wait):
         x, w = torch.ones(8 * dist.get_world_size(), 4), torch.ones(2, 4)
         matmul_reduce_scatter(x, w, dist.group.WORLD, schedule=schedule, num_subslices=num_subslices)
     return most

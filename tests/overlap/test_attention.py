@@ -82,6 +82,11 @@ def test_an_adapter_of_low_rank_travels_in_the_message_of_its_layer(
     ranks.run(num_ranks, attention_cases.low_rank, started, num_subslices, dtype)
 
 
+def test_a_product_that_is_made_at_the_wait_is_as_if_made_at_the_start(ranks: Ranks) -> None:
+    ranks.run(2, attention_cases.started_under_autocast)
+    ranks.run(2, attention_cases.own_product_that_fails)
+
+
 def test_an_adapter_that_does_not_fit_is_refused(ranks: Ranks) -> None:
     ranks.run(2, attention_cases.low_rank_that_fits_not)
 

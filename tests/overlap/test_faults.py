@@ -115,6 +115,21 @@ def test_a_dead_peer_is_named_with_operation_and_shape(ranks: Ranks, in_backward
     assert ("all_gather_matmul backward" if in_backward else "all_gather_matmul, call 1") in fault
 
 
+def test_a_rank_that_dies_in_a_first_call_is_missed_by_all_at_once(ranks: Ranks) -> None:
+    """Rank 0 has heard of it and waits for rank 1 alone, who comes later."""
+    outcomes = ranks.outcomes(3, fault_cases.die_while_another_is_awaited, 2, 1)
+    assert outcomes[2].error == "died"
+    for rank in (0, 1):
+        kind, seconds = outcomes[rank].value
+        assert kind == "PeerError"
+        assert float(seconds) < 10
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_two_groups_first_calls_in_two_threads_do_not_wait_for_each_other(ranks: Ranks, num_ranks: int) -> None:
+    ranks.run(num_ranks, fault_cases.open_two_at_once)
+
+
 def test_an_error_of_one_rank_in_the_middle_of_a_call_reaches_all(ranks: Ranks) -> None:
     results = ranks.run(3, fault_cases.fail_between_products, 1)
     assert [kind for kind, _, _ in results] == ["PeerError"] * 3
