@@ -121,21 +121,21 @@ class Flight:
                 call.wait(transfer)
             self._landed = True
 
-    def leave(self) -> None:
-        """Let it outlive its call."""
+    def leave(self) -> "Flight":
+        """Let it outlive its call; itself."""
         self._left = True
         self._call.leave([transfer for *_, transfer in self._arriving])
+        return self
 
     def take_own(self) -> Tensor:
-        """The own pieces, made now, rows one after another; `pieces` then has others' alone."""
-        own, self._own = self._make_own() if self._own is None else self._own, []
+        """The own pieces, made now unless "plain" has, rows one after another; `pieces` then has others' alone."""
+        own = self._take()
         return own[0] if len(own) == 1 else torch.cat(own)
 
     def pieces(self) -> Iterator[tuple[int, int, Tensor]]:
         """(peer, sub-slice, piece): own first unless they were taken, then others' as they come, rank-1, ..."""
         call = self._call
-        own, self._own = self._make_own() if self._own is None else self._own, []
-        for s, piece in enumerate(own):
+        for s, piece in enumerate(self._take()):
             call.begin_product()
             yield call.peers.rank, s, piece
             call.end_product(call.peers.world_size - 1, s, call.peers.rank)
@@ -147,6 +147,10 @@ class Flight:
             call.begin_product()
             yield peer, s, room
             call.end_product(step, s, peer)
+
+    def _take(self) -> list[Tensor]:
+        own, self._own = self._make_own() if self._own is None else self._own, []
+        return own
 
     def _make_own(self) -> list[Tensor]:
         peers, trade = self._call.peers, self._trade

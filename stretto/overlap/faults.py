@@ -165,10 +165,14 @@ def hang_up(backend: Any, rank: int, world_size: int) -> None:
     gloo closes every pair of a context in which a wait timed out: so one receive that nobody answers is timed
     out.
     """
-    if world_size == 1 or backend.name() != "gloo":
+    if backend.name() != "gloo":
         return
-    try:
-        work = backend.recv([torch.empty(1, device="cpu")], (rank + 1) % world_size, _NO_TAG)
-        work.wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return
+    for hop in range(1, world_size):
+        try:
+            work = backend.recv([torch.empty(1, device="cpu")], (rank + hop) % world_size, _NO_TAG)
+        except RuntimeError:
+            continue  # that peer is gone
+        try:
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return

@@ -44,11 +44,11 @@ class Lane:
         self.last = peers.world_size - 1
         self._header, self._shapes = replace(header, lane=kind), shapes
         call.device = device
-        if peers.world_size > 1:
-            peers.wire(device)
-        self._device, self._check = device, check
-        self._buffer = Header.blank(peers.words(device))
+        self._device, self._home, self._check = device, peers.words(device), check
+        self._buffer = Header.blank(self._home)
         self._incoming = self._announce(0)
+        if peers.world_size > 1:
+            peers.wire(device)  # opened, where it must be, after all have met for the first word
 
     def post(self, step: int, subslice: int, outgoing: Tensor, incoming: Tensor) -> Transfer:
         """Send and receive one sub-slice of a step; before its first, the header is awaited and compared."""
@@ -67,7 +67,6 @@ class Lane:
         if not self._check or step >= self.last:
             return None
         here = self.routes[step]
-        home = self.call.peers.words(self._device)
-        words = replace(self._header, step=step, shape=self._shapes(here)[0]).pack(home)
-        self._buffer = Header.blank(home)
+        words = replace(self._header, step=step, shape=self._shapes(here)[0]).pack(self._home)
+        self._buffer = Header.blank(self._home)
         return self.call.tell([(words, here.send_to)], [(self._buffer, here.recv_from)], self._device)

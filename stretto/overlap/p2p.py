@@ -23,7 +23,7 @@ from stretto.overlap.moments import Moment, now
 from stretto.overlap.records import Record, Records, Report
 from stretto.overlap.transfers import Transfer
 from stretto.overlap.waits import keep_lead
-from stretto.overlap.wires import HOST, Message, Wire, messages_of, open_wire, words_wire
+from stretto.overlap.wires import HOST, Message, Wire, messages_of, open_wire, open_words
 
 __all__ = ["Call", "Peers", "peers_of", "report"]
 
@@ -43,9 +43,7 @@ class Peers:
         """Transfers whose call has ended and that nobody waits for: the next call does."""
         self.records = Records()
         self.choices: dict[Hashable, Choice] = {}
-        self.wires: dict[torch.device, Wire] = {}
-        self.words_wire: Wire | None = None
-        """What carries words of the host; opened by the first that are told."""
+        self.wires: dict[torch.device | str, Wire] = {}  # by the device of what they carry, and "words"
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -72,9 +70,8 @@ class Peers:
         """Make peers that wait for this rank fail now."""
         if HOST.type in self.backends:
             self.wire(HOST)
-        for wire in (self.words_wire, *self.wires.values()):
-            if wire is not None:
-                wire.hang_up()
+        for wire in self.wires.values():
+            wire.hang_up()
 
     @contextmanager
     def call(self, operation: str, *, background: bool = False) -> Iterator["Call"]:
@@ -183,22 +180,25 @@ class Call:
     def tell(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], device: torch.device
     ) -> Transfer:
-        """Start one batch of small messages that go beside tensors of a device; they wait behind no payload."""
+        """Start one batch of small messages that go beside tensors of a device; the host's wait behind no payload."""
         messages = messages_of(sends, receives)
         return self._start(messages, self._words_wire(device) if messages else None)
 
     def _words_wire(self, device: torch.device) -> Wire:
-        """Opened when all have met twice on the group's own: who does not come, or dies, is missed there by all."""
-        peers = self.peers
-        if peers.words(device) != HOST:
-            return peers.wire(device)
-        if peers.words_wire is None:
-            others = [peer for peer in range(peers.world_size) if peer != peers.rank]
-            for _ in range(2 if HOST.type in peers.backends else 0):
-                here, there = (list(zip(t, others)) for t in torch.zeros(2, len(others), 1, device=HOST))
-                self.wait(self._start(messages_of(here, there), peers.wire(HOST)))
-            peers.words_wire = words_wire(peers.group, peers.rank, peers.world_size, peers.backends)
-        return peers.words_wire
+        peers, home = self.peers, self.peers.words(device)
+        if home != HOST or peers.backends.get(HOST.type, "gloo") != "gloo":
+            return peers.wire(home)
+        if "words" not in peers.wires:
+            if HOST.type in peers.backends:
+                self._meet()
+            peers.wires["words"] = open_words(peers.group, peers.rank, peers.world_size, peers.backends)
+        return peers.wires["words"]
+
+    def _meet(self) -> None:
+        """Until all are here: who refused, never comes or died is missed now, as ever, and not while opening."""
+        others = [peer for peer in range(self.peers.world_size) if peer != self.peers.rank]
+        here, there = ([(torch.zeros(1, device=HOST), peer) for peer in others] for _ in range(2))
+        self.wait(self._start(messages_of(here, there), self.peers.wire(HOST)))
 
     def _start(self, messages: list[Message], wire: Wire | None) -> Transfer:
         self.num_posts += 1

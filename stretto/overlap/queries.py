@@ -20,13 +20,13 @@ __all__ = ["Attention", "QuerySlices", "scaled_dot_product_attention"]
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def scaled_dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, is_causal: bool = False
-) -> Tensor:
-    """torch's; query (batch, heads, n, d), key and value (batch, kv_heads, rows, d).
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """torch's; query (batch, heads, n, d), key and value (batch, kv_heads, rows, d)."""
+    return _torchs(query, key, value, attn_mask, False)
 
-    `is_causal`, instead of a mask, is for n = rows: torch then skips the keys that no query sees.
-    """
+
+def _torchs(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Causal without a mask, for n = rows, skips the products of queries with later keys."""
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=grouped)
 
@@ -141,16 +141,17 @@ class QuerySlices:
             for tensor, needed in zip(inputs, self._needs):
                 tensor.requires_grad_(needed and with_graph)
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
-            if self._attention is scaled_dot_product_attention and self._skips_keys(rows):
-                out = scaled_dot_product_attention(query, key, value, None, is_causal=True)
+            if self._is_square(rows):
+                out = _torchs(query, key, value, None, True)
             else:
                 mask = slice_mask(self._mask, self.is_causal, rows, stop, q.device)
                 out = self._attention(query, key, value, mask)
             return inputs, out.permute(2, 0, 1, 3).flatten(2)
 
-    def _skips_keys(self, rows: slice) -> bool:
-        """Whether these queries and the keys they see make a square with nothing but a causal mask."""
-        return self.is_causal and self._mask is None and rows.start == 0
+    def _is_square(self, rows: slice) -> bool:
+        """Whether these are as many queries as keys, with torch's attention and nothing but a causal mask."""
+        is_torchs = self._attention is scaled_dot_product_attention
+        return is_torchs and self.is_causal and self._mask is None and rows.start == 0
 
     def _totals(self) -> list[Tensor | None]:
         """The gradients so far, made where the first is asked for: k's and v's are sums over slices."""

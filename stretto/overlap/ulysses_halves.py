@@ -82,7 +82,7 @@ class MatmulWait(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, trip: Trip, own: Tensor) -> Tensor:
-        """The own rows are computed, and others' have arrived."""
+        """The own rows are computed, and others' have arrived. An error of that product leaves the group alive."""
         ctx.trip, out, flight = trip, trip.out, trip.arrived()
         del trip.out
         out[trip.layout.rows.rows(trip.rank)] = flight.take_own()
@@ -111,8 +111,7 @@ class AttentionStart(torch.autograd.Function):
         trade = attended(trip.layout, trip.rank, queries, q)
         with how.peers.resume(call):
             trip.flight = Flight(call, how.header(call, q.dtype), trade, "scatter", check=how.check)
-            trip.flight.leave()
-            return trip.flight.take_own()
+            return trip.flight.leave().take_own()
 
     @staticmethod
     @once_differentiable
@@ -167,5 +166,4 @@ def _sent_back(trip: Trip, operation: str, grad: Tensor, trade: Trade) -> Tensor
         call.tuned_as = how.tuned_as
         trip.call = call
         trip.flight = Flight(call, how.header(call, grad.dtype), trade, "gather", check=how.check)
-        trip.flight.leave()
-        return trip.flight.take_own()
+        return trip.flight.leave().take_own()

@@ -1,8 +1,8 @@
 """Where a group's messages travel: a wire for the tensors of the host, one for those of each device, one for words.
 
 What the host reads, headers and measurements, is always a host tensor: read from a device it would stop the host at
-every step, and nothing would be hidden. Such words have connections of their own: one that is behind a payload comes
-when that has come, and the next payload waits for it. A wire that the group has not gets a gloo companion of the same
+every step, and nothing would be hidden. Such words have connections of their own: a word behind a payload comes only
+after it, and the next payload waits for the word. A wire that the group lacks gets a gloo companion of the same
 ranks, made from its own store at first use. Under NCCL payloads have a communicator of their own, so that they queue
 behind no other collective. The hazard: a companion is made by all ranks at once, so a wire is opened where every rank
 passes. Source: torch's ProcessGroupNCCL: its stream waits for what the current one was given before the message was
@@ -22,7 +22,7 @@ from stretto.overlap.faults import hang_up
 from stretto.overlap.moments import Moment, now
 from stretto.overlap.staged import Copies, DeviceCopies, Staged
 
-__all__ = ["HOST", "Direct", "Message", "Nccl", "Wire", "messages_of", "open_wire", "staged_wire", "words_wire"]
+__all__ = ["HOST", "Direct", "Message", "Nccl", "Wire", "messages_of", "open_wire", "open_words", "staged_wire"]
 
 HOST = torch.device("cpu")
 Message = tuple[str, Tensor, int]
@@ -144,7 +144,7 @@ def open_wire(
     return Direct(group._get_backend(device), rank, world_size)
 
 
-def words_wire(group: dist.ProcessGroup, rank: int, world_size: int, backends: dict[str, str]) -> Direct:
+def open_words(group: dist.ProcessGroup, rank: int, world_size: int, backends: dict[str, str]) -> Direct:
     """A wire for small messages of the host: connections of their own, served by the thread of the group's own."""
     if backends.get(HOST.type) != "gloo":
         return Direct(_companion(group, rank, world_size, backends, "words"), rank, world_size)
@@ -170,8 +170,9 @@ def _companion(
 
 
 def _store_of(group: dist.ProcessGroup, name: str) -> dist.Store:
-    """Where a companion's ranks meet: over a connection of its own, which others may wait on at the same time."""
-    return dist.PrefixStore(f"stretto {name}", group.get_group_store().clone())
+    """Where a companion's ranks find each other; over a connection of its own, so that no other waits meanwhile."""
+    store: Any = group.get_group_store()  # its stubs lack `clone`
+    return dist.PrefixStore(f"stretto {name}", store.clone())
 
 
 def _timeout_of(group: dist.ProcessGroup, backends: dict[str, str]) -> timedelta:

@@ -19,6 +19,7 @@ from stretto.overlap import (
     matmul_all_reduce,
     matmul_all_reduce_start,
     matmul_reduce_scatter,
+    p2p,
     replicate_matmul,
 )
 from stretto.overlap.products import WeightGradient
@@ -148,7 +149,10 @@ def never_come(bad: int) -> Ends:
 
 
 def die_while_another_is_awaited(bad: int, late: int) -> tuple[str, str]:
-    """Rank `bad` dies within the group's first call, which rank `late` has not made yet; the error and seconds."""
+    """Rank `bad` dies within the group's first call, which rank `late` has not made yet; the error and seconds.
+
+    Nobody leaves the group before all know.
+    """
     with own_group(timeout_s=20) as group:
         dist.barrier()
         start = time.monotonic()
@@ -157,20 +161,24 @@ def die_while_another_is_awaited(bad: int, late: int) -> tuple[str, str]:
         if dist.get_rank() == late:
             time.sleep(1)
         kind, _ = ends(lambda: square(group))
-        return kind, str(time.monotonic() - start)
+        seconds = time.monotonic() - start
+        time.sleep(6)
+        return kind, str(seconds)
 
 
 def open_two_at_once() -> None:
-    """Two groups' first calls, in two threads, in another order on each rank."""
-    for _ in range(3):
-        with own_group(timeout_s=20) as one, own_group(timeout_s=20) as other:
-            groups = [one, other] if dist.get_rank() % 2 else [other, one]
-            dist.barrier()
-            with ThreadPoolExecutor() as threads:
-                first = threads.submit(square, groups[0])
-                time.sleep(0.1)
-                second = threads.submit(square, groups[1])
-                assert torch.equal(first.result(), second.result())
+    """Two groups' first calls, in two threads; each rank opens the second while it waits to open the first."""
+    with own_group(timeout_s=20) as one, own_group(timeout_s=20) as other:
+        groups, opened = [one, other] if dist.get_rank() % 2 else [other, one], p2p.open_words
+
+        def late_for_the_second(group: dist.ProcessGroup, *rest: Any) -> Any:
+            time.sleep(0.5 if group is groups[1] else 0)
+            return opened(group, *rest)
+
+        dist.barrier()
+        with mock.patch.object(p2p, "open_words", late_for_the_second), ThreadPoolExecutor() as threads:
+            first, second = (threads.submit(square, group) for group in groups)
+            assert torch.equal(first.result(), second.result())
 
 
 def one_call_more(bad: int) -> Ends:
