@@ -162,8 +162,8 @@ def refuse(store: dist.Store, refusal: str, call: int) -> None:
 def hang_up(backend: Any, rank: int, world_size: int) -> None:
     """Close this rank's connections, so that its peers fail now and not at the group's timeout (gloo only).
 
-    gloo closes every pair of a context in which a wait timed out: so one receive that nobody answers is timed
-    out.
+    gloo closes every pair of a context in which a wait timed out: so one receive that a peer, the first that is not
+    gone, does not answer is timed out.
     """
     if backend.name() != "gloo":
         return

@@ -162,7 +162,7 @@ def die_while_another_is_awaited(bad: int, late: int) -> tuple[str, str]:
             time.sleep(1)
         kind, _ = ends(lambda: square(group))
         seconds = time.monotonic() - start
-        time.sleep(6)
+        time.sleep(3)
         return kind, str(seconds)
 
 
