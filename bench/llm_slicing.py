@@ -36,6 +36,7 @@ def sliced() -> Iterator[None]:
     replaced = [
         (column, "gather", gather),
         (column, "Scatter", Scatter),
+        (column, "_input_and_weight_gradients", input_and_weight_gradients),
         (column, "_summed_input_gradient", summed_input_gradient),
         (row, "gather", gather),
         (row, "Scatter", Scatter),
@@ -76,9 +77,16 @@ def lane_of(call: Call, kind: Any, header: Header, slices: Slices, rest: Shape, 
 
 
 def gather(
-    call: Call, header: Header, own: Tensor, slices: Slices, *, check: bool, into: Tensor | None = None
+    call: Call,
+    header: Header,
+    own: Tensor,
+    slices: Slices,
+    *,
+    check: bool,
+    into: Tensor | None = None,
+    cut_own: bool = False,
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """Chunk by chunk, each handed out while the next is on its way."""
+    """Chunk by chunk, each handed out while the next is on its way; `cut_own` says nothing here."""
     rank = call.peers.rank
     lane = lane_of(call, "gather", header, slices, tuple(own.shape[1:]), own.device, check)
     gathered = own.new_empty(slices.total, *own.shape[1:]) if into is None else into
@@ -102,7 +110,7 @@ class Scatter:
     """Chunk by chunk, each leaving beside the product of the next."""
 
     def __init__(
-        self, call: Call, header: Header, shape: Shape, slices: Slices, device: Any, *, check: bool, window: int = 2
+        self, call: Call, header: Header, shape: Shape, slices: Slices, device: Any, *, check: bool, **kept: Any
     ) -> None:
         self.call, self.slices, self.dtype, self.rank = call, slices, header.dtype, call.peers.rank
         self.lane = lane_of(call, "scatter", header, slices, shape[1:], device, check)
@@ -180,6 +188,19 @@ def send_everywhere(
     """What `Back` brought."""
     into.copy_(call.gathered)  # type: ignore[attr-defined]
     return []
+
+
+def input_and_weight_gradients(
+    call: Call, ctx: Any, how: Any, x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[Tensor, list[Any]]:
+    """Of a column layer: a chunk's gradient leaves, and the input's next one arrives, beside two products."""
+    sums = column._started(ctx.needs_input_grad[5:], weights)
+    slices, header = ctx.slices.cut(how.num_subslices), how.header(call, x.dtype)
+    scatter = Scatter(call, header, (slices.total, *x.shape[1:]), slices, x.device, check=how.check)
+    for piece, (_, rows) in zip(scatter.pieces(), gather(call, header, x, slices, check=how.check), strict=True):
+        scatter.put(piece, input_partial(grads, weights, piece.rows, x.dtype))
+        column._add(sums, grads, rows, piece.rows)
+    return scatter.result(), sums
 
 
 def summed_input_gradient(

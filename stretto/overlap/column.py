@@ -9,7 +9,6 @@ library's schedules; the other half of a batch beside a column layer's sums is D
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -89,16 +88,20 @@ def _input_and_weight_gradients(
         scatter = Scatter(call, header, (slices.total, *x.shape[1:]), slices, x.device, check=how.check)
     regather = any(sums) and not how.keep_gathered
     at_once = how.keep_gathered and scatter is not None and scatter.waits_in_result
-    leaving = scatter.pieces() if scatter is not None else iter(())
-    arriving = gather(call, header, x, slices, check=how.check) if regather else iter(())
-    for piece, arrived in zip_longest(leaving, arriving):
-        if scatter is not None:
-            scatter.put(piece, input_partial(grads, weights, piece.rows, x.dtype))
-        if arrived is not None:
-            place, data = arrived
+    if regather and scatter is not None:  # two products a step: the input need not be cut
+        arriving = gather(call, replace(header, num_subslices=1), x, slices.cut(1), check=how.check)
+        for (place, data), step in zip(arriving, scatter.steps()):
+            for piece in step:
+                scatter.put(piece, input_partial(grads, weights, piece.rows, x.dtype))
             _add(sums, grads, data, place.rows)
-        elif how.keep_gathered and not at_once:
-            _add(sums, grads, x[piece.rows], piece.rows)
+    elif regather:
+        for place, data in gather(call, header, x, slices, check=how.check):
+            _add(sums, grads, data, place.rows)
+    elif scatter is not None:
+        for piece in scatter.pieces():
+            scatter.put(piece, input_partial(grads, weights, piece.rows, x.dtype))
+            if not at_once:
+                _add(sums, grads, x[piece.rows], piece.rows)
     if at_once:  # one product beside all that is still on its way, and not one a slice
         _add(sums, grads, x, slice(None))
     return scatter.result() if scatter is not None else None, sums

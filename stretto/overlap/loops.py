@@ -1,13 +1,14 @@
 """The two loops of every schedule: `gather` hands out slices as they come, `Scatter` takes partial sums.
 
 Between two sub-slices the caller does its product: that is what the transfers hide behind. Rows come first in
-every tensor here, (rows, ...), contiguous. A gather starts with the rank's own slice, a scatter ends with it.
+every tensor here, (rows, ...), contiguous. A gather starts with the rank's own slice, a scatter ends with it; no
+message waits for a part of it, so it is one product, however others' slices are cut.
 Under "plain" both have one piece, all rows, and every message travels before it or after it. The hazard: both
 must be driven to their end on every rank, one product after the other. Source: CommFuse (arXiv 2604.24013);
 the direct scatter's fixed order of summation and the m sub-slices in flight are this library's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,15 +47,26 @@ def whole(slices: Slices) -> Piece:
     return Piece(0, 0, 0, rows, rows)
 
 
-def walk(lane: Lane, slices: Slices) -> Iterator[Piece]:
-    """The sub-slices of a loop in the order of its products."""
-    for step, here in enumerate(lane.routes):
-        for s in range(slices.num_subslices):
-            yield Piece(step, s, here.compute, slices.local(here.compute, s), slices.rows(here.compute, s))
+def of_step(lane: Lane, slices: Slices, step: int, cut_own: bool = False) -> Iterator[Piece]:
+    """The pieces of one step of a loop; the own slice is cut in its sub-slices if `cut_own`."""
+    owner, rank = lane.routes[step].compute, lane.call.peers.rank
+    if owner == rank and not cut_own:
+        rows = slices.rows(owner)
+        yield Piece(step, 0, owner, slice(0, slices.sizes[owner]), rows)
+        return
+    for s in range(slices.num_subslices):
+        yield Piece(step, s, owner, slices.local(owner, s), slices.rows(owner, s))
 
 
 def gather(
-    call: Call, header: Header, own: Tensor, slices: Slices, *, check: bool, into: Tensor | None = None
+    call: Call,
+    header: Header,
+    own: Tensor,
+    slices: Slices,
+    *,
+    check: bool,
+    into: Tensor | None = None,
+    cut_own: bool = False,
 ) -> Iterator[tuple[Piece, Tensor]]:
     """Every slice of a row-sharded tensor, own first, each handed out while the next is on its way.
 
@@ -66,9 +78,10 @@ def gather(
         check: send headers.
         into: (slices.total, ...), contiguous: all slices are written there. Without it a slice's buffer is
             released after its product and, on the ring, its forwarding.
+        cut_own: hand out the own slice in sub-slices too.
 
     Yields:
-        The place of a sub-slice and its rows, to be read until the next is asked for.
+        The place of a piece and its rows, to be read until the next is asked for.
     """
     rank, ring, rest = call.peers.rank, header.schedule == "ring", tuple(own.shape[1:])
 
@@ -87,27 +100,33 @@ def gather(
     if into is not None:
         into[slices.rows(rank)] = own
     arriving: dict[int, tuple[Transfer, Tensor, Tensor | None]] = {}
-    for piece in walk(lane, slices):
-        step, s = piece.step, piece.subslice
-        data = own[piece.local]
-        if step > 0:
-            transfer, data, forwarded = arriving.pop(s)
-            call.wait(transfer)
-            if forwarded is not None:
-                call.release(forwarded)
-        owned = into is None and step > 0
-        if step < lane.last:
-            source = lane.routes[step].recv
-            rows = slices.rows(source, s)
-            incoming = own.new_empty(rows.stop - rows.start, *rest) if into is None else into[rows]
-            outgoing = data if ring else own[slices.local(rank, s)]
-            transfer = lane.post(step, s, outgoing, incoming)
-            arriving[s] = (transfer, incoming, data if ring and owned else None)
-        call.begin_product()
-        yield piece, data
-        call.end_product(step, s, piece.owner)
-        if owned and (step == lane.last or not ring):
-            call.release(data)
+
+    def post(step: int, s: int, outgoing: Tensor, forwarded: Tensor | None = None) -> None:
+        rows = slices.rows(lane.routes[step].recv, s)
+        incoming = own.new_empty(rows.stop - rows.start, *rest) if into is None else into[rows]
+        arriving[s] = lane.post(step, s, outgoing, incoming), incoming, forwarded
+
+    def own_part(s: int) -> Tensor:
+        return own[slices.local(rank, s)]
+
+    if lane.last > 0:
+        for s in range(slices.num_subslices):
+            post(0, s, own_part(s))
+    for step in range(lane.last + 1):
+        for piece in of_step(lane, slices, step, cut_own):
+            s, data, owned = piece.subslice, own[piece.local], into is None and step > 0
+            if step > 0:
+                transfer, data, forwarded = arriving.pop(s)
+                call.wait(transfer)
+                if forwarded is not None:
+                    call.release(forwarded)
+                if step < lane.last:
+                    post(step, s, data if ring else own_part(s), data if ring and owned else None)
+            call.begin_product()
+            yield piece, data
+            call.end_product(step, s, piece.owner)
+            if owned and (step == lane.last or not ring):
+                call.release(data)
 
 
 def send_everywhere(
@@ -158,14 +177,16 @@ class Scatter:
         *,
         check: bool,
         window: int = 2,
+        cut_own: bool = False,
     ) -> None:
-        """`shape` is that of the whole tensor, rows first; `header` as in `gather`."""
+        """`shape` is that of the whole tensor, rows first; `header` and `cut_own` as in `gather`."""
         rest, self._rank = shape[1:], call.peers.rank
 
         def shapes(here: Route) -> tuple[Shape, Shape]:
             return (slices.sizes[here.send], *rest), (slices.sizes[here.recv], *rest)
 
         self._call, self._slices, self._dtype, self._window = call, slices, header.dtype, window
+        self._cut_own = cut_own
         self._ring, self._plain = header.schedule == "ring", header.schedule == "plain"
         self._lane = Lane(call, "scatter", header, shapes, device=device, check=check)
         kept = header.dtype if self._ring else sum_dtype(header.dtype)
@@ -180,7 +201,19 @@ class Scatter:
 
     def pieces(self) -> Iterator[Piece]:
         """The order in which partials must be put; what the caller does until it puts one is its product."""
-        for piece in [whole(self._slices)] if self._plain else walk(self._lane, self._slices):
+        for step in self.steps():
+            yield from step
+
+    def steps(self) -> Iterator[Iterator[Piece]]:
+        """The same in steps, of which a gather of uncut slices has as many."""
+        if self._plain:
+            yield self._begun([whole(self._slices)])
+            return
+        for step in range(self._lane.last + 1):
+            yield self._begun(of_step(self._lane, self._slices, step, self._cut_own))
+
+    def _begun(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
             self._call.begin_product()
             yield piece
 
@@ -196,13 +229,12 @@ class Scatter:
 
     def result(self, bias: Tensor | None = None) -> Tensor:
         """The own slice, summed over ranks, plus `bias` before the last rounding; what has not arrived is awaited."""
+        for step, s in sorted(self._arriving):
+            received = self._receive(step, s)
+            self._sum[self._slices.local(self._rank, s)] += received
+            self._call.release(received)
         for piece, partial in self._own:
-            total = self._sum[piece.local]
-            for step in range(self._awaited(piece.step), self._lane.last):
-                received = self._receive(step, piece.subslice)
-                total += received
-                self._call.release(received)
-            total += partial
+            self._sum[piece.local] += partial
         self._own.clear()
         if bias is not None:
             self._sum += bias
@@ -238,14 +270,10 @@ class Scatter:
             return
         self._send(piece, partial)
         own = self._sum[self._slices.local(self._rank, piece.subslice)]
-        for step in range(self._awaited(piece.step), piece.step - self._window + 1):
+        for step in range(max(0, piece.step - self._window), piece.step - self._window + 1):
             received = self._receive(step, piece.subslice)
             own += received
             self._call.release(received)
-
-    def _awaited(self, step: int) -> int:
-        """The first step whose arrival is still awaited when the piece of `step` is put."""
-        return max(0, step - (1 if self._ring else self._window))
 
     def _send(self, piece: Piece, partial: Tensor) -> None:
         size = self._slices.size(self._lane.routes[piece.step].recv, piece.subslice)

@@ -74,13 +74,18 @@ class BiasGradient:
     """
 
     def __init__(self, bias: Tensor, slices: Slices) -> None:
-        self._dtype = bias.dtype
+        self._dtype, self._slices = bias.dtype, slices
         shape = (len(slices.sizes), slices.num_subslices, *bias.shape)
         self._sums = bias.new_zeros(shape, dtype=sum_dtype(bias.dtype))
 
     def add(self, piece: Piece, grad: Tensor) -> None:
-        """Add a piece of the output's gradient, (n, inner, F)."""
-        self._sums[piece.owner, piece.subslice] = grad.sum((0, 1), dtype=self._sums.dtype)
+        """Add a piece of the output's gradient, (n, inner, F); a whole slice is summed as others sum it."""
+        slices, owner = self._slices, piece.owner
+        parts = [grad]
+        if piece.subslice == 0 and len(grad) == slices.sizes[owner]:
+            parts = [grad[slices.local(owner, s)] for s in range(slices.num_subslices)]
+        for s, part in enumerate(parts, piece.subslice):
+            self._sums[owner, s] = part.sum((0, 1), dtype=self._sums.dtype)
 
     def result(self) -> Tensor:
         """The sum, in the bias's dtype."""

@@ -47,7 +47,8 @@ class AttentionReduceScatter(torch.autograd.Function):
             queries.forget()
             header, cut = way.header(call, q.dtype), slices.cut(way.num_subslices)
             window = call.peers.world_size if queries.is_causal else 2
-            scatter = Scatter(call, header, shape, cut, q.device, check=way.check, window=window)
+            causal = queries.is_causal  # a causal slice costs less in pieces, which see fewer keys
+            scatter = Scatter(call, header, shape, cut, q.device, check=way.check, window=window, cut_own=causal)
             for piece in scatter.pieces():
                 attended[piece.rows] = queries.output(piece.rows)
                 partial = q.new_empty(len(attended[piece.rows]), *shape[1:])
@@ -74,7 +75,8 @@ class AttentionReduceScatter(torch.autograd.Function):
         with how.peers.call("attention_reduce_scatter backward") as call:
             call.tuned_as = how.tuned_as
             header = how.header(call, weight.dtype)
-            for piece, dy in gather(call, header, grads[0].contiguous(), slices, check=how.check):
+            dys = gather(call, header, grads[0].contiguous(), slices, check=how.check, cut_own=queries.is_causal)
+            for piece, dy in dys:
                 queries.backward(piece.rows, (dy.flatten(0, 1) @ weight).view(*dy.shape[:2], weight.shape[1]))
                 if dw is not None:
                     dw.add(dy, attended[piece.rows])

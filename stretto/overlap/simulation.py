@@ -36,12 +36,14 @@ def _program(
     """One rank's events: ("work", seconds), ("post" or "wait", the transfer's step and sub-slice)."""
     routes = [route(kind, schedule, rank, n, step) for step in range(n)]
     for step, here in enumerate(routes):
-        for s in range(m):
+        # the own slice is one product, and the sub-slices of its step leave or are awaited together
+        pieces = [range(m)] if here.compute == rank else [range(s, s + 1) for s in range(m)]
+        for piece in pieces:
             late = window if (kind, schedule) == ("scatter", "direct") else 1
             awaited = range(max(0, step - late), n - 1 if step == n - 1 else step - late + 1)
-            work: Event = ("work", product_s(rank, here.compute) / m, (step, s), here)
-            wait: list[Event] = [("wait", 0.0, (earlier, s), routes[earlier]) for earlier in awaited]
-            post: list[Event] = [("post", 0.0, (step, s), here)] if step < n - 1 else []
+            work: Event = ("work", product_s(rank, here.compute) / len(pieces), (step, piece[0]), here)
+            wait: list[Event] = [("wait", 0.0, (earlier, s), routes[earlier]) for earlier in awaited for s in piece]
+            post: list[Event] = [("post", 0.0, (step, s), here) for s in piece if step < n - 1]
             if kind == "gather":
                 yield from (*wait, *post, work)
             elif schedule == "ring":

@@ -7,7 +7,9 @@ each computed on its own data, so the caller divides where an average is wanted.
 this library's schedules.
 """
 
-from itertools import zip_longest
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from stretto.overlap.inputs import (
     needed,
     outside_of_graphs,
 )
-from stretto.overlap.loops import Scatter, gather, sum_dtype
+from stretto.overlap.loops import Piece, Scatter, gather, sum_dtype
 from stretto.overlap.p2p import Call, peers_of
 from stretto.overlap.routes import Slices
 from stretto.overlap.tuning import tuned
@@ -129,15 +131,19 @@ def _gradients(
     """One loop: rows of the weight arrive for the input's gradient while the weight's gradient leaves."""
     slices, header = ctx.slices.cut(how.num_subslices), how.header(call, x.dtype)
     dx = torch.zeros_like(x, dtype=sum_dtype(x.dtype)) if gathers else None
-    scatter = None
-    if ctx.needs_input_grad[4]:
-        scatter = Scatter(call, header, (slices.total, 1, x.shape[1]), slices, x.device, check=how.check)
-    leaving = scatter.pieces() if scatter is not None else iter(())
-    arriving = gather(call, header, weight, slices, check=how.check) if dx is not None else iter(())
-    for piece, arrived in zip_longest(leaving, arriving):
-        if scatter is not None:
+    if not ctx.needs_input_grad[4]:
+        assert dx is not None
+        for place, rows in gather(call, header, weight, slices, check=how.check):
+            dx += dy[:, place.rows] @ rows.squeeze(1)
+        return dx.to(x.dtype), None
+    scatter = Scatter(call, header, (slices.total, 1, x.shape[1]), slices, x.device, check=how.check)
+    arriving: Iterator[tuple[Piece, Tensor] | None] = repeat(None)
+    if dx is not None:  # two products a step: the weight need not be cut
+        arriving = gather(call, replace(header, num_subslices=1), weight, slices.cut(1), check=how.check)
+    for arrived, step in zip(arriving, scatter.steps()):
+        for piece in step:
             scatter.put(piece, (dy[:, piece.rows].t() @ x).unsqueeze(1))
         if dx is not None and arrived is not None:
             place, rows = arrived
             dx += dy[:, place.rows] @ rows.squeeze(1)
-    return None if dx is None else dx.to(x.dtype), None if scatter is None else scatter.result()
+    return None if dx is None else dx.to(x.dtype), scatter.result()

@@ -61,6 +61,20 @@ def twice(schedule: str) -> None:
     assert all(torch.equal(y, other) for other in everyones)
 
 
+def bias_gradients(schedule: str, num_subslices: int) -> None:
+    """Every rank holds the whole bias: its gradient is bitwise the same on each."""
+    group, rank, n = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)  # else rows are alike
+    weight, bias = torch.ones(9, 4), torch.zeros(9, requires_grad=True)
+    x = torch.randn(33 * n, 4, requires_grad=True)
+    y = matmul_reduce_scatter(x, weight, group, biases=bias, schedule=schedule, num_subslices=num_subslices)
+    y.backward(torch.randn_like(y))
+    assert bias.grad is not None
+    everyones = [torch.empty_like(bias.grad) for _ in range(n)]
+    dist.all_gather(everyones, bias.grad)
+    assert all(torch.equal(bias.grad, other) for other in everyones)
+
+
 def sixteen_bit_gradients(dtype: torch.dtype) -> float:
     """The error of the weight's gradient, summed over slices, relative to one rounding of the exact one."""
     group, rank, n = dist.group.WORLD, dist.get_rank(), dist.get_world_size()

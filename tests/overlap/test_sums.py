@@ -29,6 +29,12 @@ def test_two_runs_are_bitwise_equal(ranks: Ranks, schedule: str) -> None:
     ranks.run(3, sum_cases.twice, schedule)
 
 
+@pytest.mark.parametrize("num_subslices", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["direct", "ring", "plain"])
+def test_a_bias_has_the_same_gradient_on_every_rank(ranks: Ranks, schedule: str, num_subslices: int) -> None:
+    ranks.run(3, sum_cases.bias_gradients, schedule, num_subslices)
+
+
 @SIXTEEN_BIT
 def test_weight_gradients_are_summed_over_slices_in_float32(ranks: Ranks, dtype: torch.dtype) -> None:
     for error in ranks.run(4, sum_cases.sixteen_bit_gradients, dtype):
