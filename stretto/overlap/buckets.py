@@ -14,13 +14,23 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stretto.overlap.exchange import Trade, own_last
+from stretto.overlap.exchange import Flight, Trade
 from stretto.overlap.faults import Header
 from stretto.overlap.loops import gather, sum_dtype
 from stretto.overlap.p2p import Peers
 from stretto.overlap.routes import Slices, slice_sizes
 
-__all__ = ["Bucket", "in_buckets", "in_order_of_use", "like", "local", "spread", "sum_in_order", "trade_pieces"]
+__all__ = [
+    "Bucket",
+    "Pieces",
+    "in_buckets",
+    "in_order_of_use",
+    "like",
+    "local",
+    "spread",
+    "sum_in_order",
+    "trade_pieces",
+]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -123,31 +133,46 @@ def in_order_of_use(buckets: Sequence[Bucket], parameters: Sequence[Tensor]) -> 
     return sorted(range(len(places)), key=places.__getitem__)
 
 
-def trade_pieces(
-    peers: Peers,
-    bucket: Bucket,
-    make: Callable[[int], Tensor],
-    *,
-    check: bool,
-    operation: str = "gradient reduction",
-) -> Tensor:
-    """Send `make(peer)`, (slices.sizes[peer],), to each owner, own last; (world_size, own) by sender."""
-    sizes, rank = bucket.slices.sizes, peers.rank
-    pieces = torch.empty(peers.world_size, sizes[rank], dtype=bucket.dtype, device=bucket.device)
-    trade = Trade(
-        make=lambda peer, _: make(peer),
-        room=lambda peer, _: pieces[peer],
-        sent=lambda peer: (sizes[peer],),
-        received=lambda peer: (sizes[rank],),
-        num_subslices=1,
-        device=bucket.device,
-    )
-    with peers.call("gradient reduction", background=True) as call:
-        header = Header(call.operation, call.number, "scatter", 0, (), bucket.dtype, 1, "direct", ())
-        for peer, _, piece in own_last(call, header, trade, check=check):
-            if peer == rank:
-                pieces[rank] = piece
-    return pieces
+class Pieces:
+    """A bucket's pieces, one a rank, on their way to their owners."""
+
+    def __init__(self, peers: Peers, bucket: Bucket, make: Callable[[int], Tensor], *, check: bool) -> None:
+        """`make(peer)` gives (slices.sizes[peer],); the own piece is made where the others are awaited."""
+        self._peers, self._bucket, self._make, self._check = peers, bucket, make, check
+
+    def send(self) -> Tensor:
+        """Let them leave; the room (world_size, own elements), by sender, into which others' come."""
+        peers, bucket, make = self._peers, self._bucket, self._make
+        sizes = bucket.slices.sizes
+        room = torch.empty(peers.world_size, sizes[peers.rank], dtype=bucket.dtype, device=bucket.device)
+        trade = Trade(
+            make=lambda peer, _: make(peer),
+            room=lambda peer, _: room[peer],
+            sent=lambda peer: (sizes[peer],),
+            received=lambda peer: (sizes[peers.rank],),
+            num_subslices=1,
+            device=bucket.device,
+        )
+        with peers.call("gradient reduction", background=True) as self._call:
+            header = Header(self._call.operation, self._call.number, "scatter", 0, (), bucket.dtype, 1, "direct", ())
+            self._flight = Flight(self._call, header, trade, "scatter", check=self._check).leave()
+        self._room = room
+        return room
+
+    def land(self) -> Tensor:
+        """The room, once all are there."""
+        with self._peers.resume(self._call):
+            for peer, _, piece in self._flight.pieces():
+                if peer == self._peers.rank:
+                    self._room[peer] = piece
+        return self._room
+
+
+def trade_pieces(peers: Peers, bucket: Bucket, make: Callable[[int], Tensor], *, check: bool) -> Tensor:
+    """Send `make(peer)`, (slices.sizes[peer],), to each owner, own last; (world_size, own elements) by sender."""
+    pieces = Pieces(peers, bucket, make, check=check)
+    pieces.send()
+    return pieces.land()
 
 
 def sum_in_order(pieces: Tensor, rank: int) -> Tensor:

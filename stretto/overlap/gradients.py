@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.overlap import tracing
-from stretto.overlap.buckets import Bucket, in_buckets, spread, sum_in_order, trade_pieces
+from stretto.overlap.buckets import Bucket, Pieces, in_buckets, spread, sum_in_order
 from stretto.overlap.late_sums import LateBound, LateSums, as_rows
 from stretto.overlap.owned_shards import OwnedShards
 from stretto.overlap.p2p import peers_of
@@ -105,7 +105,7 @@ class GradientReducer(LateBound, OwnedShards):
         self._published = Published(module, self._buckets, units, self._awaited)
         self._thread = Worker("stretto gradients")
         self.exposed_s, self.num_sent = 0.0, 0
-        self._traded: dict[int, Future[Made]] = {}
+        self._left: dict[int, tuple[Pieces, Future[Made]]] = {}
         self._accumulating = False
         self._results: dict[int, Future[Made]] = {}
         self._late = LateSums(len(self._buckets), self._awaited)
@@ -238,21 +238,31 @@ class GradientReducer(LateBound, OwnedShards):
         self.num_sent += 1
         if self._late_bound:
             bucket.drop_gradients()
-        trade = self._thread.submit(bucket.device, trade_pieces, self._peers, bucket, make, check=self._check)
-        if number in self._sliced and self._sliced[number].waits:
-            self._traded[number] = trade
-        else:
-            self._keep(number, self._thread.submit(bucket.device, self._complete, bucket, trade, None))
+        pieces = Pieces(self._peers, bucket, make, check=self._check)
+        self._left[number] = pieces, self._thread.submit(bucket.device, pieces.send)
+        waits = self.owned or self._late_bound  # else every rank gets every sum, which is to leave at once
+        self._land(but=number if waits else None)
 
-    def _complete(self, bucket: Bucket, trade: "Future[Made]", own: Tensor | None) -> Tensor:
-        """In the thread: pieces (world_size, own elements); or the own sum; or every sum, flat."""
-        pieces = trade.result().take()
-        if own is not None:
-            pieces[self._peers.rank] = own
-        if self._late_bound:
-            return pieces
-        shard = sum_in_order(pieces, self._peers.rank).mul_(self._scale)
-        return shard if self.owned else spread(self._peers, bucket, shard, check=self._check)
+    def _land(self, but: int | None = None) -> None:
+        """Have the thread await what left, but for the last: the link need not pause between two buckets."""
+        for number in [n for n in self._left if n != but and not (n in self._sliced and self._sliced[n].waits)]:
+            self._complete(number, None)
+
+    def _complete(self, number: int, own: Made | None) -> None:
+        """Have the thread await pieces (world_size, own elements) and make what is wanted of them."""
+        (pieces, sent), bucket = self._left.pop(number), self._buckets[number]
+
+        def complete(own: Tensor | None) -> Tensor:
+            sent.result()
+            arrived = pieces.land()
+            if own is not None:
+                arrived[self._peers.rank] = own
+            if self._late_bound:
+                return arrived
+            shard = sum_in_order(arrived, self._peers.rank).mul_(self._scale)
+            return shard if self.owned else spread(self._peers, bucket, shard, check=self._check)
+
+        self._keep(number, self._thread.submit(bucket.device, complete, own))
 
     def _keep(self, number: int, pieces: "Future[Made]") -> None:
         if self._late_bound:
@@ -266,11 +276,10 @@ class GradientReducer(LateBound, OwnedShards):
             if index in self._sliced:
                 self._sliced[index].flush()
             self._launch_up_to(index, whole=True)
-        for index, trade in self._traded.items():
-            bucket, own = self._buckets[index], self._sliced[index].own()
-            mine = None if own is None else made(own)
-            self._keep(index, self._thread.submit(bucket.device, self._complete, bucket, trade, mine))
-        self._traded.clear()
+        self._land()
+        for index in list(self._left):
+            own = self._sliced[index].own()
+            self._complete(index, None if own is None else made(own))
         for bucket in self._buckets:
             bucket.ready.clear()
             bucket.launched = False

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from stretto.overlap import GradientReducer, PeerError, ReductionThread, buckets, gradients, reduce_bucket
+from stretto.overlap.buckets import Pieces
 from stretto.overlap.lane import Lane
 from stretto.overlap.p2p import Call
 from stretto.overlap.sliced import SlicedWeight
@@ -466,13 +467,13 @@ def blocked_in_finish(late_bound: bool) -> float:
     """Seconds blocked in `finish` where the messages take 200 ms."""
     mine, _ = models()
     reducer = GradientReducer(mine, dist.group.WORLD, late_bound=late_bound)
-    trade = gradients.trade_pieces
+    send = Pieces.send
 
-    def late(*args: Any, **kwargs: Any) -> Tensor:
+    def late(pieces: Pieces) -> Tensor:
         time.sleep(0.2)
-        return trade(*args, **kwargs)
+        return send(pieces)
 
-    with mock.patch.object(gradients, "trade_pieces", late):
+    with mock.patch.object(Pieces, "send", late):
         losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum().backward()
         start = time.perf_counter()
         reducer.finish()
@@ -481,6 +482,30 @@ def blocked_in_finish(late_bound: bool) -> float:
         reducer.settle(torch.ones(dist.get_world_size()))
     reducer.close()
     return blocked
+
+
+def order_of_sends_and_landings(sharded: bool, late_bound: bool) -> str:
+    """ "s" for a bucket's pieces that leave, "l" for pieces that are awaited, of two backwards."""
+    mine, _ = models()
+    options = {"bucket_bytes": 1, "last": mine.first, "sharded": sharded, "late_bound": late_bound}
+    reducer = GradientReducer(mine, dist.group.WORLD, **options)
+    done, send, land = [], Pieces.send, Pieces.land
+
+    def noted(name: str, what: Any) -> Any:
+        def run(pieces: Pieces) -> Tensor:
+            done.append(name)
+            return what(pieces)
+
+        return run
+
+    with mock.patch.object(Pieces, "send", noted("s", send)), mock.patch.object(Pieces, "land", noted("l", land)):
+        for _ in range(2):
+            losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum().backward()
+            reducer.finish()
+        if late_bound:
+            reducer.settle(torch.ones(2, dist.get_world_size()))
+    reducer.close()
+    return "".join(done)
 
 
 def exposed_on_a_slow_link(sliced: bool) -> float:
