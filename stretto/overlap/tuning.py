@@ -1,23 +1,25 @@
 """`schedule="auto"`: an operation is measured once for each shape, and the law says how it communicates.
 
-The first call of a shape runs its loop a few times in every way that may be chosen; the product's seconds and the
-messages' seconds, the greatest over ranks, go into the law, and its choice is kept with the group. The hazard: every
-rank must come to the same choice at the same call. So a choice is kept by facts that are equal on all ranks (never by
-a rank's own number of features), and what was measured is exchanged before it is used. The law knows no price of a
-message, so its choice must also have been faster than plain when it was tried: few rows often are not. Fewer rows
-than ranks, as in decoding, are left plain untried: a rank without rows has no product that hides anything. On CUDA
-seconds are those of the device's stream, which waits while the host does not. Source: the law of this library.
+The first call of a shape runs its loop a few times in every way that may be chosen, the ways in turn; the product's
+seconds and the messages' seconds, the greatest over ranks, go into the law, and its choice is kept with the group.
+The hazard: every rank must come to the same choice at the same call. So a choice is kept by facts that are equal on
+all ranks (never by a rank's own number of features), and what was measured is exchanged before it is used. The law
+knows no price of a message, so its choice must also have been faster than plain when it was tried: few rows often are
+not. And what trials of one way differ by is no reason to cut: more pieces must gain more. Fewer rows than ranks, as
+in decoding, are left plain untried: a rank without rows has no product that hides anything. On CUDA seconds are those
+of the device's stream, which waits while the host does not. Source: the law of this library.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import TypeVar
 
 import torch
 
 from stretto.overlap.inputs import How
-from stretto.overlap.law import Choice, choose
+from stretto.overlap.law import MARGIN, Choice, choose
 from stretto.overlap.moments import seconds
 from stretto.overlap.p2p import Call
 
@@ -73,22 +75,25 @@ def _measured(call: Call, how: How, run: Callable[[How], object]) -> Choice:
     if torch.are_deterministic_algorithms_enabled():
         return Choice("direct", 1, 0.0, 0.0)
     call.is_trial, call.device, before = True, how.device, call.exposed_s
-    totals, products = [], []
-    messages_s = float("inf")
+    trials: dict[tuple[str, int], list[tuple[float, float]]] = {way: [] for way in _WAYS}
     generators = [how.device] if how.device.type == "cuda" else []
-    for schedule, m in _WAYS:
-        way = replace(how, schedule=schedule, num_subslices=m)  # type: ignore[arg-type]
-        with torch.random.fork_rng(generators):  # what an attention draws in a trial is thrown away with it
-            times = [_timed(call, partial(run, way)) for _ in range(_REPEATS)]
-        totals.append(min(total for total, _ in times))
-        products.append(min(total - waits for total, waits in times))
-        if schedule == "plain":
-            messages_s = min(waits for _, waits in times)
+    with torch.random.fork_rng(generators):  # what an attention draws in a trial is thrown away with it
+        for schedule, m in _WAYS * _REPEATS:  # in turn: a machine that slows down does so for all
+            way = replace(how, schedule=schedule, num_subslices=m)  # type: ignore[arg-type]
+            trials[schedule, m].append(_timed(call, partial(run, way)))
     call.is_trial, call.exposed_s = False, before
-    messages_s, *numbers = greatest(call, [messages_s, *products, *totals], how.device)
+    products = [sorted(total - waits for total, waits in times) for times in trials.values()]
+    mine = [
+        min(waits for _, waits in trials["plain", 1]),
+        median(middle / least - 1 for least, middle, *_ in products),
+        *(least for least, *_ in products),
+        *(min(total for total, _ in times) for times in trials.values()),
+    ]
+    messages_s, noise, *numbers = greatest(call, mine, how.device)
     products_s, totals_s = numbers[: len(_WAYS)], dict(zip(_WAYS, numbers[len(_WAYS) :]))
     cut = {m: s for (schedule, m), s in zip(_WAYS, products_s) if schedule == "direct"}
-    chosen = choose(products_s[0], messages_s, call.peers.world_size, cut_compute_s=cut)
+    margin = min(0.5, max(MARGIN, noise))
+    chosen = choose(products_s[0], messages_s, call.peers.world_size, cut_compute_s=cut, margin=margin)
     return _believed(chosen, totals_s)
 
 

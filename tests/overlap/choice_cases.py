@@ -4,6 +4,7 @@ import json
 import re
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,13 +57,22 @@ def measured_once() -> tuple[list[str], list[int], list[tuple[str, int]]]:
     return [key[0] for key in choices], posts, [(c.schedule, c.num_subslices) for c in choices.values()]
 
 
-def measured_as(seconds: dict[tuple[str, int], tuple[float, float]]) -> tuple[str, int, list[str], str]:
-    """The choice where each way took `seconds`, total and waiting, what was said, and the report."""
+def measured_as(
+    seconds: dict[tuple[str, int], tuple[float, float]], noise: float = 0.0
+) -> tuple[str, int, list[str], str]:
+    """The choice where each way took `seconds`, total and waiting, what was said, and the report.
+
+    With `noise` the second trial of each took so much longer, as a share, and the third twice that.
+    """
     group = dist.new_group()
+    trials: Counter[tuple[str, int]] = Counter()
 
     def timed(call: Call, run: Any) -> tuple[float, float]:
         run()
-        return seconds[run.args[0].schedule, run.args[0].num_subslices]
+        way = run.args[0].schedule, run.args[0].num_subslices
+        trials[way] += 1
+        longer = 1 + noise * (trials[way] - 1)
+        return longer * seconds[way][0], longer * seconds[way][1]
 
     with warnings.catch_warnings(record=True) as messages, mock.patch.object(tuning, "_timed", timed):
         warnings.simplefilter("always")

@@ -43,6 +43,14 @@ def test_the_choice_is_the_number_of_subslices_that_the_law_predicts_to_be_faste
         assert "5.000" in table.splitlines()[1], "0.08 + 0.1 / (2 * 2) - 0.1 s are exposed by the law"
 
 
+@pytest.mark.parametrize(("noise", "num_subslices"), [(0.0, 2), (0.1, 2), (0.3, 1)])
+def test_what_trials_of_one_way_differ_by_is_no_reason_to_cut(ranks: Ranks, noise: float, num_subslices: int) -> None:
+    seconds = {("plain", 1): (0.18, 0.08), ("direct", 1): (0.1, 0.0), ("direct", 2): (0.1, 0.0)}
+    seconds["direct", 4] = (0.12, 0.0)  # by the law 0.13 s in one piece and 0.105 in two
+    for schedule, taken, *_ in ranks.run(2, choice_cases.measured_as, seconds, noise):
+        assert (schedule, taken) == ("direct", num_subslices)
+
+
 def test_a_choice_that_was_slower_than_plain_when_it_was_tried_is_not_believed(ranks: Ranks) -> None:
     seconds = {("plain", 1): (0.002, 0.001), ("direct", 1): (0.004, 0.003), ("direct", 2): (0.006, 0.004)}
     seconds["direct", 4] = (0.01, 0.006)
