@@ -203,6 +203,8 @@ class GradientReducer(LateBound, OwnedShards):
                 handle.remove()
             for sliced in self._sliced.values():
                 sliced.layer.__dict__.pop("forward", None)
+            for number in list(self._left):  # a backward that was never ended
+                self._complete(number, None)
             self._thread.shutdown()
 
     def _awaited(self, future: "Future[Made]") -> Tensor:

@@ -431,6 +431,24 @@ def in_autocast() -> None:
     dist.destroy_process_group(group)
 
 
+def closed_within_a_backward(late_bound: bool) -> bool:
+    """A reducer whose backward was not ended leaves nothing under way, and its group to another."""
+    group = dist.new_group()
+    mine, _ = models()
+    inputs = torch.ones(1, 4, 3, dtype=torch.float64)
+    reducer = GradientReducer(mine, group, bucket_bytes=1, last=mine.first, sharded=True, late_bound=late_bound)
+    losses(mine, inputs).sum().backward()
+    with mock.patch.object(Pieces, "land", autospec=True, side_effect=Pieces.land) as land:
+        reducer.close()
+    other = GradientReducer(mine, group, bucket_bytes=1)
+    mine.zero_grad()
+    losses(mine, inputs).sum().backward()
+    other.finish()
+    other.close()
+    dist.destroy_process_group(group)
+    return land.called and not reducer._left
+
+
 def closed_after_a_fault() -> tuple[str, bool]:
     """A reducer whose group died gives the module back, with an error the first time only."""
     group = dist.new_group()

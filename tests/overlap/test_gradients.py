@@ -101,6 +101,11 @@ def test_a_sliced_layer_works_in_autocast(ranks: Ranks) -> None:
     ranks.run(2, gradient_cases.in_autocast)
 
 
+@pytest.mark.parametrize("late_bound", [False, True])
+def test_a_reducer_closed_within_a_backward_leaves_nothing_under_way(ranks: Ranks, late_bound: bool) -> None:
+    assert ranks.run(2, gradient_cases.closed_within_a_backward, late_bound) == [True, True]
+
+
 def test_a_reducer_gives_the_module_back_after_a_fault(ranks: Ranks) -> None:
     for said, still_hooked in ranks.run(2, gradient_cases.closed_after_a_fault):
         assert "somebody died" in said
