@@ -8,7 +8,9 @@ it sends).
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,8 +161,10 @@ class Pieces:
         self._room = room
         return room
 
-    def land(self) -> Tensor:
-        """The room, once all are there."""
+    def land(self, sent: "Future[Any] | None" = None) -> Tensor:
+        """The room, once all are there; `sent`: that of `send`, for the error that it may have had."""
+        if sent is not None:
+            sent.result()
         with self._peers.resume(self._call):
             for peer, _, piece in self._flight.pieces():
                 if peer == self._peers.rank:

@@ -93,6 +93,7 @@ def _input_and_weight_gradients(
         for (place, data), step in zip(arriving, scatter.steps()):
             for piece in step:
                 scatter.put(piece, input_partial(grads, weights, piece.rows, x.dtype))
+            call.begin_product()
             _add(sums, grads, data, place.rows)
     elif regather:
         for place, data in gather(call, header, x, slices, check=how.check):

@@ -104,9 +104,9 @@ class GradientReducer(LateBound, OwnedShards):
         ]
         self._published = Published(module, self._buckets, units, self._awaited)
         self._thread = Worker("stretto gradients")
-        self.exposed_s, self.num_sent = 0.0, 0
+        self._accumulating, self.exposed_s, self.num_sent = False, 0.0, 0
         self._left: dict[int, tuple[Pieces, Future[Made]]] = {}
-        self._accumulating = False
+        self._landed: dict[int, Future[Made]] = {}
         self._results: dict[int, Future[Made]] = {}
         self._late = LateSums(len(self._buckets), self._awaited)
         self._beside: dict[str, list[Tensor | None]] = {}
@@ -203,8 +203,7 @@ class GradientReducer(LateBound, OwnedShards):
                 handle.remove()
             for sliced in self._sliced.values():
                 sliced.layer.__dict__.pop("forward", None)
-            for number in list(self._left):  # a backward that was never ended
-                self._complete(number, None)
+            self._land()
             self._thread.shutdown()
 
     def _awaited(self, future: "Future[Made]") -> Tensor:
@@ -242,26 +241,29 @@ class GradientReducer(LateBound, OwnedShards):
             bucket.drop_gradients()
         pieces = Pieces(self._peers, bucket, make, check=self._check)
         self._left[number] = pieces, self._thread.submit(bucket.device, pieces.send)
-        waits = self.owned or self._late_bound  # else every rank gets every sum, which is to leave at once
-        self._land(but=number if waits else None)
+        self._land(but=number if self.owned or self._late_bound else None)  # else sums are to leave at once
 
     def _land(self, but: int | None = None) -> None:
         """Have the thread await what left, but for the last: the link need not pause between two buckets."""
-        for number in [n for n in self._left if n != but and not (n in self._sliced and self._sliced[n].waits)]:
-            self._complete(number, None)
+        for number in [n for n in self._left if n != but]:
+            pieces, sent = self._left.pop(number)
+            landed = self._thread.submit(self._buckets[number].device, pieces.land, sent)
+            if number in self._sliced and self._sliced[number].waits:
+                self._landed[number] = landed
+            else:
+                self._complete(number, landed, None)
 
-    def _complete(self, number: int, own: Made | None) -> None:
-        """Have the thread await pieces (world_size, own elements) and make what is wanted of them."""
-        (pieces, sent), bucket = self._left.pop(number), self._buckets[number]
+    def _complete(self, number: int, landed: "Future[Made]", own: Made | None) -> None:
+        """Have the thread make what is wanted of pieces: themselves, the own sum, or every sum, flat."""
+        bucket = self._buckets[number]
 
         def complete(own: Tensor | None) -> Tensor:
-            sent.result()
-            arrived = pieces.land()
+            pieces = landed.result().take()
             if own is not None:
-                arrived[self._peers.rank] = own
+                pieces[self._peers.rank] = own
             if self._late_bound:
-                return arrived
-            shard = sum_in_order(arrived, self._peers.rank).mul_(self._scale)
+                return pieces
+            shard = sum_in_order(pieces, self._peers.rank).mul_(self._scale)
             return shard if self.owned else spread(self._peers, bucket, shard, check=self._check)
 
         self._keep(number, self._thread.submit(bucket.device, complete, own))
@@ -279,9 +281,9 @@ class GradientReducer(LateBound, OwnedShards):
                 self._sliced[index].flush()
             self._launch_up_to(index, whole=True)
         self._land()
-        for index in list(self._left):
-            own = self._sliced[index].own()
-            self._complete(index, None if own is None else made(own))
+        for index in list(self._landed):
+            own = made(self._sliced[index].own())
+            self._complete(index, self._landed.pop(index), own)
         for bucket in self._buckets:
             bucket.ready.clear()
             bucket.launched = False

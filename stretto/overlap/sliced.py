@@ -108,12 +108,12 @@ class SlicedWeight:
                     future.set_exception(error)
             raise
 
-    def own(self) -> Tensor | None:
-        """The own rows of the gradient, flat, computed now; None if nothing was sent since the last time."""
-        if self._kept is None:
-            return None
-        kept, self._kept = self._kept, None
-        return self._rows_of(self._peers.rank, *kept)
+    def own(self) -> Tensor:
+        """The own rows of the gradient, flat, computed now; where they wait."""
+        assert self._kept is not None
+        rows = self._rows_of(self._peers.rank, *self._kept)
+        self._kept = None
+        return rows
 
     def _rows_of(self, owner: int, dy: Tensor, x: Tensor, before: Tensor | None) -> Tensor:
         elements, width = self.bucket.slices.rows(owner), x.shape[1]

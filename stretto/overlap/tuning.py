@@ -85,14 +85,14 @@ def _measured(call: Call, how: How, run: Callable[[How], object]) -> Choice:
     products = [sorted(total - waits for total, waits in times) for times in trials.values()]
     mine = [
         min(waits for _, waits in trials["plain", 1]),
-        median(middle / least - 1 for least, middle, *_ in products),
+        median(middle - least for least, middle, *_ in products),
         *(least for least, *_ in products),
         *(min(total for total, _ in times) for times in trials.values()),
     ]
-    messages_s, noise, *numbers = greatest(call, mine, how.device)
+    messages_s, differ_s, *numbers = greatest(call, mine, how.device)
     products_s, totals_s = numbers[: len(_WAYS)], dict(zip(_WAYS, numbers[len(_WAYS) :]))
     cut = {m: s for (schedule, m), s in zip(_WAYS, products_s) if schedule == "direct"}
-    margin = min(0.5, max(MARGIN, noise))
+    margin = min(0.5, max(MARGIN, differ_s / max(products_s[0], 1e-9)))
     chosen = choose(products_s[0], messages_s, call.peers.world_size, cut_compute_s=cut, margin=margin)
     return _believed(chosen, totals_s)
 

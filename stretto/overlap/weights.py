@@ -145,5 +145,6 @@ def _gradients(
             scatter.put(piece, (dy[:, piece.rows].t() @ x).unsqueeze(1))
         if dx is not None and arrived is not None:
             place, rows = arrived
+            call.begin_product()
             dx += dy[:, place.rows] @ rows.squeeze(1)
     return None if dx is None else dx.to(x.dtype), scatter.result()

@@ -192,6 +192,38 @@ def traced(folder: str, schedule: str) -> dict[str, Any]:
     }
 
 
+def products_of_a_backward() -> tuple[float, float]:
+    """Of a column layer's backward that gathers again: seconds of products and waits, and from first to last."""
+    x, weight = torch.randn(2048, 256, requires_grad=True), torch.randn(512, 256, requires_grad=True)
+    y = all_gather_matmul(x, weight, dist.group.WORLD, keep_gathered=False, num_subslices=2)
+    with trace() as recorded:
+        y.sum().backward()
+    spans = [span for span in recorded.spans if span.what in ("product", "wait")]
+    lasted = max(span.end_s for span in spans) - min(span.start_s for span in spans)
+    assert sum(span.what == "product" for span in spans) == 3 * dist.get_world_size() - 1
+    return sum(span.seconds for span in spans), lasted
+
+
+def empty_products(seconds: float, differ: float) -> tuple[str, int]:
+    """The choice where one rank has no product, and the trials of its launches differ by much."""
+    group = dist.new_group()
+    rank, trials = dist.get_rank(), Counter[tuple[str, int]]()
+
+    def timed(call: Call, run: Any) -> tuple[float, float]:
+        run()
+        way = run.args[0].schedule, run.args[0].num_subslices
+        trials[way] += 1
+        product = seconds if rank == 0 else differ * (trials[way] - 1)
+        waits = 0.8 * seconds if way == ("plain", 1) else 0.0
+        return product + waits, waits
+
+    with mock.patch.object(tuning, "_timed", timed):
+        all_gather_matmul(torch.randn(8, 4), torch.randn(4 if rank == 0 else 0, 4), group, schedule="auto")
+    (choice,) = peers_of(group).choices.values()
+    dist.destroy_process_group(group)
+    return choice.schedule, choice.num_subslices
+
+
 def reducer_exposed() -> tuple[float, float, str]:
     """Seconds that `finish` was blocked, by the reducer and by the report."""
     group = dist.new_group()

@@ -431,6 +431,24 @@ def in_autocast() -> None:
     dist.destroy_process_group(group)
 
 
+def own_rows_that_fail_once() -> None:
+    """An error of the own rows' product in `finish` is raised, and the next `finish` makes them."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mine, whole = models()
+    inputs = Draw(3)(n, 4, 3)
+    reducer = GradientReducer(mine, dist.group.WORLD, bucket_bytes=1, last=[mine.first, mine.out], average=False)
+    losses(mine, inputs[rank : rank + 1]).sum().backward()
+    with (
+        mock.patch.object(SlicedWeight, "_rows_of", side_effect=RuntimeError("no memory")),
+        pytest.raises(RuntimeError, match="no memory"),
+    ):
+        reducer.finish()
+    reducer.finish()
+    losses(whole, inputs).sum().backward()
+    compare(mine, whole)
+    reducer.close()
+
+
 def closed_within_a_backward(late_bound: bool) -> bool:
     """A reducer whose backward was not ended leaves nothing under way, and its group to another."""
     group = dist.new_group()
@@ -505,14 +523,17 @@ def blocked_in_finish(late_bound: bool) -> float:
 def order_of_sends_and_landings(sharded: bool, late_bound: bool) -> str:
     """ "s" for a bucket's pieces that leave, "l" for pieces that are awaited, of two backwards."""
     mine, _ = models()
-    options = {"bucket_bytes": 1, "last": mine.first, "sharded": sharded, "late_bound": late_bound}
-    reducer = GradientReducer(mine, dist.group.WORLD, **options)
-    done, send, land = [], Pieces.send, Pieces.land
+    last = [mine.first, mine.shared, mine.out]
+    reducer = GradientReducer(
+        mine, dist.group.WORLD, bucket_bytes=1, last=last, sharded=sharded, late_bound=late_bound
+    )
+    done: list[str] = []
+    send, land = Pieces.send, Pieces.land
 
     def noted(name: str, what: Any) -> Any:
-        def run(pieces: Pieces) -> Tensor:
+        def run(pieces: Pieces, *sent: Any) -> Tensor:
             done.append(name)
-            return what(pieces)
+            return what(pieces, *sent)
 
         return run
 

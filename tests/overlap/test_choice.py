@@ -51,6 +51,15 @@ def test_what_trials_of_one_way_differ_by_is_no_reason_to_cut(ranks: Ranks, nois
         assert (schedule, taken) == ("direct", num_subslices)
 
 
+def test_a_rank_without_a_product_makes_no_trial_differ(ranks: Ranks) -> None:
+    assert ranks.run(2, choice_cases.empty_products, 0.1, 1e-4) == [("direct", 4)] * 2
+
+
+def test_products_that_take_no_time_can_be_tried(ranks: Ranks) -> None:
+    for schedule, _ in ranks.run(2, choice_cases.empty_products, 0.0, 0.0):
+        assert schedule == "plain"
+
+
 def test_a_choice_that_was_slower_than_plain_when_it_was_tried_is_not_believed(ranks: Ranks) -> None:
     seconds = {("plain", 1): (0.002, 0.001), ("direct", 1): (0.004, 0.003), ("direct", 2): (0.006, 0.004)}
     seconds["direct", 4] = (0.01, 0.006)
@@ -94,6 +103,12 @@ def test_a_trace_shows_products_beside_transfers(ranks: Ranks, num_ranks: int, t
         assert found["sums"]
         assert found["equal"]
         assert found["record"] == ("all_gather_matmul", "direct", 1)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_no_product_of_a_trace_holds_another(ranks: Ranks, num_ranks: int) -> None:
+    for products_and_waits, lasted in ranks.run(num_ranks, choice_cases.products_of_a_backward):
+        assert 0 < products_and_waits < lasted
 
 
 def test_a_trace_of_plain_shows_no_product_beside_a_transfer(ranks: Ranks, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_bucket_is_awaited_behind_the_sends_of_the_next(ranks: Ranks, sharded:
         assert order == 2 * backward
         assert backward.count("s") == backward.count("l") > 3
         most = max(backward[:end].count("s") - backward[:end].count("l") for end in range(len(backward)))
-        assert most == (3 if sharded or late_bound else 2), order  # one more where `last` waits for `finish`
+        assert most == (2 if sharded or late_bound else 1), order
 
 
 def test_requests_out_of_order_are_refused(ranks: Ranks) -> None:
@@ -99,6 +99,10 @@ def test_what_the_owners_hold_is_whole_again_bit_for_bit(ranks: Ranks, num_ranks
 
 def test_a_sliced_layer_works_in_autocast(ranks: Ranks) -> None:
     ranks.run(2, gradient_cases.in_autocast)
+
+
+def test_own_rows_that_failed_are_made_by_the_next_finish(ranks: Ranks) -> None:
+    ranks.run(2, gradient_cases.own_rows_that_fail_once)
 
 
 @pytest.mark.parametrize("late_bound", [False, True])
