@@ -90,8 +90,7 @@ class GradientReducer(LateBound, OwnedShards):
         rest = [p for p in reversed(parameters) if not any(p is layer.weight for layer in layers)]
         self._buckets = in_buckets(rest, bucket_bytes, self._peers.world_size)
         self._sliced: dict[int, SlicedWeight] = {}
-        for layer in layers:
-            number = len(self._buckets)
+        for number, layer in enumerate(layers, len(self._buckets)):
             launch = partial(self._launch, number)
             self._sliced[number] = SlicedWeight(layer, self._peers, launch, lambda: self._accumulating)
             self._buckets.append(self._sliced[number].bucket)
@@ -105,6 +104,7 @@ class GradientReducer(LateBound, OwnedShards):
         self._published = Published(module, self._buckets, units, self._awaited)
         self._thread = Worker("stretto gradients")
         self._accumulating, self.exposed_s, self.num_sent = False, 0.0, 0
+        self._runs_ahead = self._peers.world_size == 2 and (sharded or late_bound)
         self._left: dict[int, tuple[Pieces, Future[Made]]] = {}
         self._landed: dict[int, Future[Made]] = {}
         self._results: dict[int, Future[Made]] = {}
@@ -207,7 +207,7 @@ class GradientReducer(LateBound, OwnedShards):
             self._thread.shutdown()
 
     def _awaited(self, future: "Future[Made]") -> Tensor:
-        """What the thread has made, once it has; the time until then is exposed."""
+        """What the thread has made, once it has; until then is exposed."""
         with tracing.blocked("gradient reduction") as span:
             result = future.result().take()
         self.exposed_s += span.seconds
@@ -234,20 +234,20 @@ class GradientReducer(LateBound, OwnedShards):
         return True
 
     def _launch(self, number: int, make: Callable[[int], Tensor]) -> None:
+        self.num_sent += 1
         bucket = self._buckets[number]
         bucket.launched = True
-        self.num_sent += 1
         if self._late_bound:
             bucket.drop_gradients()
         pieces = Pieces(self._peers, bucket, make, check=self._check)
         self._left[number] = pieces, self._thread.submit(bucket.device, pieces.send)
-        self._land(but=number if self.owned or self._late_bound else None)  # else sums are to leave at once
+        self._land(but=number if self._runs_ahead else None)
 
     def _land(self, but: int | None = None) -> None:
-        """Have the thread await what left, but for the last: the link need not pause between two buckets."""
+        """Have the thread await what left, but for what runs ahead: with one peer, whose link then never pauses."""
         for number in [n for n in self._left if n != but]:
-            pieces, sent = self._left.pop(number)
-            landed = self._thread.submit(self._buckets[number].device, pieces.land, sent)
+            (pieces, sent), device = self._left.pop(number), self._buckets[number].device
+            landed = self._thread.submit(device, pieces.land, sent)
             if number in self._sliced and self._sliced[number].waits:
                 self._landed[number] = landed
             else:
@@ -282,8 +282,8 @@ class GradientReducer(LateBound, OwnedShards):
             self._launch_up_to(index, whole=True)
         self._land()
         for index in list(self._landed):
-            own = made(self._sliced[index].own())
-            self._complete(index, self._landed.pop(index), own)
+            own = self._sliced[index].own()
+            self._complete(index, self._landed.pop(index), made(own))
         for bucket in self._buckets:
             bucket.ready.clear()
             bucket.launched = False
