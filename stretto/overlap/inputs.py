@@ -60,6 +60,15 @@ class How:
         return Header(call.operation, call.number, "gather", 0, (), dtype, n, s, self.gradients, self.keep_gathered)
 
 
+def check_schedule(schedule: str, num_subslices: int, *, ring: bool = True) -> None:
+    """`ValueError` unless there is such a schedule; `ring` says whether there is a ring."""
+    known = ("auto", "direct", "ring", "plain") if ring else ("auto", "direct", "plain")
+    if schedule not in known:
+        raise ValueError(f"schedule={schedule!r} is not one of {', '.join(map(repr, known))}")
+    if num_subslices < 1:
+        raise ValueError(f"num_subslices={num_subslices} must be at least 1")
+
+
 def checked_how(
     peers: Peers,
     schedule: str,
@@ -76,11 +85,7 @@ def checked_how(
 
     What is asked for and cannot happen here is said once.
     """
-    known = ("auto", "direct", "ring", "plain") if ring else ("auto", "direct", "plain")
-    if schedule not in known:
-        raise ValueError(f"schedule={schedule!r} is not one of {', '.join(map(repr, known))}")
-    if num_subslices < 1:
-        raise ValueError(f"num_subslices={num_subslices} must be at least 1")
+    check_schedule(schedule, num_subslices, ring=ring)
     if schedule != "plain" and peers.world_size == 1:
         peers.records.say_once(peers.group, "one rank: there is nothing to overlap")
         schedule = "direct" if schedule == "auto" else schedule

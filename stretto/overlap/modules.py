@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from stretto.overlap.all_reduce import matmul_all_reduce, matmul_all_reduce_start, replicate_matmul
 from stretto.overlap.follower import Follower
-from stretto.overlap.inputs import Sizes, outside_of_graphs
+from stretto.overlap.inputs import Sizes, check_schedule, outside_of_graphs
 from stretto.overlap.matmul import all_gather_matmul, matmul_reduce_scatter
 from stretto.overlap.p2p import peers_of
 from stretto.overlap.packed import PackedColumns, packed_columns
@@ -44,6 +44,9 @@ class LinearOptions:
     keep_gathered: bool = False
     """Column layers keep their gathered input for the backward."""
     check: bool = True
+
+    def __post_init__(self) -> None:
+        check_schedule(self.schedule, self.num_subslices)
 
     def of_call(self, layers: "Sequence[ParallelLinear]") -> dict[str, Any]:
         """The arguments that all operations share; what is measured is kept by the sizes of the whole layers."""

@@ -35,7 +35,7 @@ def _check_styles(matches: list[Match], options: LinearOptions) -> None:
         if not options.sequence_parallel and match.style in SEQUENCE_ONLY:
             raise ValueError(
                 f"{match.pattern!r} asks for {match.style!r}, which is for sharded rows; "
-                f"with sequence_parallel=False rows are whole"
+                f"with sequence_parallel=False rows are whole, as in LLAMA_TP, QWEN2_TP and QWEN3_TP"
             )
         if options.sequence_parallel and match.follower:
             raise ValueError(

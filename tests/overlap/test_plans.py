@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.overlap import parallelize
+from stretto.overlap import LinearOptions, parallelize
 from stretto.overlap.heads import cut_heads
 from tests.overlap import plan_cases
 from tests.overlap.examples import few
@@ -158,3 +158,9 @@ def test_a_plan_without_a_group_says_what_to_call_first_and_changes_nothing() ->
     with pytest.raises(ValueError, match=r"not NoneType; call torch.distributed.init_process_group first"):
         parallelize(model, {"0": "column"}, None)  # type: ignore[arg-type]
     assert type(model[0]) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("options", [{"schedule": "dirct"}, {"num_subslices": 0}])
+def test_options_are_looked_over_when_they_are_made(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"schedule='dirct' is not one of|num_subslices=0 must be at least 1"):
+        LinearOptions(**options)
