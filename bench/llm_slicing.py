@@ -35,7 +35,6 @@ def sliced() -> Iterator[None]:
     """Within, "direct" with num_subslices=k is slicing in k."""
     replaced = [
         (column, "gather", gather),
-        (column, "Scatter", Scatter),
         (column, "_input_and_weight_gradients", input_and_weight_gradients),
         (column, "_summed_input_gradient", summed_input_gradient),
         (row, "gather", gather),
@@ -110,7 +109,7 @@ class Scatter:
     """Chunk by chunk, each leaving beside the product of the next."""
 
     def __init__(
-        self, call: Call, header: Header, shape: Shape, slices: Slices, device: Any, *, check: bool, **kept: Any
+        self, call: Call, header: Header, shape: Shape, slices: Slices, device: Any, *, check: bool, **order: Any
     ) -> None:
         self.call, self.slices, self.dtype, self.rank = call, slices, header.dtype, call.peers.rank
         self.lane = lane_of(call, "scatter", header, slices, shape[1:], device, check)

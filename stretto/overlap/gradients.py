@@ -104,6 +104,7 @@ class GradientReducer(LateBound, OwnedShards):
         self._published = Published(module, self._buckets, units, self._awaited)
         self._thread = Worker("stretto gradients")
         self._accumulating, self.exposed_s, self.num_sent = False, 0.0, 0
+        # Sums for every rank leave at once, and with several peers messages of two buckets would share the link.
         self._runs_ahead = self._peers.world_size == 2 and (sharded or late_bound)
         self._left: dict[int, tuple[Pieces, Future[Made]]] = {}
         self._landed: dict[int, Future[Made]] = {}
@@ -207,7 +208,7 @@ class GradientReducer(LateBound, OwnedShards):
             self._thread.shutdown()
 
     def _awaited(self, future: "Future[Made]") -> Tensor:
-        """What the thread has made, once it has; until then is exposed."""
+        """What the thread has made, once it has; the time until then is exposed."""
         with tracing.blocked("gradient reduction") as span:
             result = future.result().take()
         self.exposed_s += span.seconds
@@ -266,13 +267,11 @@ class GradientReducer(LateBound, OwnedShards):
             shard = sum_in_order(pieces, self._peers.rank).mul_(self._scale)
             return shard if self.owned else spread(self._peers, bucket, shard, check=self._check)
 
-        self._keep(number, self._thread.submit(bucket.device, complete, own))
-
-    def _keep(self, number: int, pieces: "Future[Made]") -> None:
+        made_of_them = self._thread.submit(bucket.device, complete, own)
         if self._late_bound:
-            self._late.add(number, pieces)
+            self._late.add(number, made_of_them)
         else:
-            self._results[number] = pieces
+            self._results[number] = made_of_them
 
     def _launch_all(self) -> None:
         """Send every bucket that has not left; compute the own rows of sliced weights meanwhile."""

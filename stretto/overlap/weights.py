@@ -7,9 +7,8 @@ each computed on its own data, so the caller divides where an average is wanted.
 this library's schedules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -137,14 +136,18 @@ def _gradients(
             dx += dy[:, place.rows] @ rows.squeeze(1)
         return dx.to(x.dtype), None
     scatter = Scatter(call, header, (slices.total, 1, x.shape[1]), slices, x.device, check=how.check)
-    arriving: Iterator[tuple[Piece, Tensor] | None] = repeat(None)
-    if dx is not None:  # two products a step: the weight need not be cut
-        arriving = gather(call, replace(header, num_subslices=1), weight, slices.cut(1), check=how.check)
-    for arrived, step in zip(arriving, scatter.steps()):
-        for piece in step:
+
+    def leave(pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
             scatter.put(piece, (dy[:, piece.rows].t() @ x).unsqueeze(1))
-        if dx is not None and arrived is not None:
-            place, rows = arrived
-            call.begin_product()
-            dx += dy[:, place.rows] @ rows.squeeze(1)
-    return None if dx is None else dx.to(x.dtype), scatter.result()
+
+    if dx is None:
+        leave(scatter.pieces())
+        return None, scatter.result()
+    # Two products a step: the weight need not be cut.
+    arriving = gather(call, replace(header, num_subslices=1), weight, slices.cut(1), check=how.check)
+    for (place, rows), step in zip(arriving, scatter.steps()):
+        leave(step)
+        call.begin_product()
+        dx += dy[:, place.rows] @ rows.squeeze(1)
+    return dx.to(x.dtype), scatter.result()
