@@ -5,9 +5,10 @@ seconds and the messages' seconds, the greatest over ranks, go into the law, and
 The hazard: every rank must come to the same choice at the same call. So a choice is kept by facts that are equal on
 all ranks (never by a rank's own number of features), and what was measured is exchanged before it is used. The law
 knows no price of a message, so its choice must also have been faster than plain when it was tried: few rows often are
-not. And what trials of one way differ by is no reason to cut: more pieces must gain more. Fewer rows than ranks, as
-in decoding, are left plain untried: a rank without rows has no product that hides anything. On CUDA seconds are those
-of the device's stream, which waits while the host does not. Source: the law of this library.
+not. And what trials of one way differ by is no reason to cut: more pieces must gain more, and there are more trials
+for as long as that alone decides. Fewer rows than ranks, as in decoding, are left plain untried: a rank without rows
+has no product that hides anything. On CUDA seconds are those of the device's stream, which waits while the host does
+not. Source: the law of this library.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -27,7 +28,10 @@ __all__ = ["greatest", "tuned"]
 
 Result = TypeVar("Result")
 _WAYS = (("plain", 1), ("direct", 1), ("direct", 2), ("direct", 4))
-_REPEATS = 3
+_LEAST_TRIALS, _MOST_TRIALS = 3, 9
+
+Trials = dict[tuple[str, int], list[tuple[float, float]]]
+"""Of each way its runs: seconds of all, and of waiting."""
 
 
 def tuned(call: Call, how: How, num_rows: int, facts: Hashable, run: Callable[[How], Result]) -> tuple[How, Result]:
@@ -75,34 +79,45 @@ def _measured(call: Call, how: How, run: Callable[[How], object]) -> Choice:
     if torch.are_deterministic_algorithms_enabled():
         return Choice("direct", 1, 0.0, 0.0)
     call.is_trial, call.device, before = True, how.device, call.exposed_s
-    trials: dict[tuple[str, int], list[tuple[float, float]]] = {way: [] for way in _WAYS}
+    trials: Trials = {way: [] for way in _WAYS}
     generators = [how.device] if how.device.type == "cuda" else []
     with torch.random.fork_rng(generators):  # what an attention draws in a trial is thrown away with it
-        for schedule, m in _WAYS * _REPEATS:  # in turn: a machine that slows down does so for all
-            way = replace(how, schedule=schedule, num_subslices=m)  # type: ignore[arg-type]
-            trials[schedule, m].append(_timed(call, partial(run, way)))
+        for turn in range(1, _MOST_TRIALS + 1):
+            for schedule, m in _WAYS:  # in turn: a machine that slows down does so for all
+                way = replace(how, schedule=schedule, num_subslices=m)  # type: ignore[arg-type]
+                trials[schedule, m].append(_timed(call, partial(run, way)))
+            if turn < _LEAST_TRIALS:
+                continue
+            choice, is_settled = _judged(call, trials, how.device)
+            if is_settled:
+                break
     call.is_trial, call.exposed_s = False, before
+    return choice
+
+
+def _judged(call: Call, trials: Trials, device: torch.device) -> tuple[Choice, bool]:
+    """The law's choice after these trials, and whether it is the same however much they differ."""
     products = [sorted(total - waits for total, waits in times) for times in trials.values()]
     mine = [
         min(waits for _, waits in trials["plain", 1]),
-        median(middle - least for least, middle, *_ in products),
+        median(second - least for least, second, *_ in products),
         *(least for least, *_ in products),
         *(min(total for total, _ in times) for times in trials.values()),
     ]
-    messages_s, differ_s, *numbers = greatest(call, mine, how.device)
+    messages_s, differ_s, *numbers = greatest(call, mine, device)
     products_s, totals_s = numbers[: len(_WAYS)], dict(zip(_WAYS, numbers[len(_WAYS) :]))
     cut = {m: s for (schedule, m), s in zip(_WAYS, products_s) if schedule == "direct"}
-    margin = min(0.5, max(MARGIN, differ_s / max(products_s[0], 1e-9)))
-    chosen = choose(products_s[0], messages_s, call.peers.world_size, cut_compute_s=cut, margin=margin)
-    return _believed(chosen, totals_s)
+    law = partial(choose, products_s[0], messages_s, call.peers.world_size, cut_compute_s=cut)
+    chosen = law(margin=min(0.5, max(MARGIN, differ_s / max(products_s[0], 1e-9))))
+    return _believed(chosen, totals_s), chosen == law(margin=MARGIN)
 
 
 def _believed(choice: Choice, totals_s: dict[tuple[str, int], float]) -> Choice:
     """The law's choice, unless in the trial it took longer than plain: the law knows no price of a message."""
-    plain_s = totals_s["plain", 1]
-    if totals_s[choice.schedule, choice.num_subslices] <= plain_s:
+    tried_s, plain_s = totals_s[choice.schedule, choice.num_subslices], totals_s["plain", 1]
+    if tried_s <= plain_s:
         return choice
-    why = f"it took {totals_s[choice.schedule, choice.num_subslices] / plain_s:.2f} times as long when it was tried"
+    why = f"when it was tried it took {tried_s * 1e3:.3g} ms, plain {plain_s * 1e3:.3g}"
     plain, direct = choice.plain_s, choice.overlapped_s
     return Choice("plain", 1, plain, plain, choice.predicted_exposed_s, why, direct)
 
