@@ -16,7 +16,7 @@ from dataclasses import dataclass
 __all__ = ["MARGIN", "Choice", "choose", "exposed_s", "is_hidden", "overlapped_s", "plain_s", "slicing_s"]
 
 MARGIN = 0.02
-"""More pieces must be faster by this share, or by what trials differ: they cost what nobody measured."""
+"""More pieces must be faster by this share: they cost what nobody measured."""
 
 
 def overlapped_s(compute_s: float, communication_s: float, world_size: int, num_subslices: int = 1) -> float:
@@ -79,7 +79,6 @@ def choose(
     *,
     cut_compute_s: Mapping[int, float] | None = None,
     message_s: float = 0.0,
-    margin: float = MARGIN,
 ) -> Choice:
     """The fastest of direct with some number of sub-slices and the plain collective, by prediction.
 
@@ -90,10 +89,9 @@ def choose(
         cut_compute_s: for each number m of sub-slices that may be chosen, measured seconds of all m N pieces
             of the product together. None: cutting costs nothing, and m is 1, 2 or 4.
         message_s: fixed seconds of a message, besides its bytes.
-        margin: share by which more pieces must be faster.
 
     Returns:
-        The choice: the fewest, largest pieces that are within `margin` of the fastest; overlap only if it is
+        The choice: the fewest, largest pieces that are within `MARGIN` of the fastest; overlap only if it is
         faster than plain.
     """
     if world_size < 1:
@@ -108,7 +106,7 @@ def choose(
     for m, seconds in sorted(cut.items()):
         messages = communication_s + m * (world_size - 1) * message_s
         predicted = overlapped_s(seconds, messages, world_size, m)
-        if best is None or predicted < best.predicted_s * (1 - margin):
+        if best is None or predicted < best.predicted_s * (1 - MARGIN):
             best = Choice("direct", m, predicted, serial, predicted - seconds, overlapped_s=predicted)
     if best is not None and best.predicted_s < serial:
         return best

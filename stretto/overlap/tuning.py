@@ -5,7 +5,7 @@ seconds and the messages' seconds, the greatest over ranks, go into the law, and
 The hazard: every rank must come to the same choice at the same call. So a choice is kept by facts that are equal on
 all ranks (never by a rank's own number of features), and what was measured is exchanged before it is used. The law
 knows no price of a message, so its choice must also have been faster than plain when it was tried: few rows often are
-not. And what trials of one way differ by is no reason to cut: more pieces must gain more, and there are more trials
+not. And where trials of one way differ as much as those of two, the two count as equally long: there are more trials
 for as long as that alone decides. Fewer rows than ranks, as in decoding, are left plain untried: a rank without rows
 has no product that hides anything. On CUDA seconds are those of the device's stream, which waits while the host does
 not. Source: the law of this library.
@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from stretto.overlap.inputs import How
-from stretto.overlap.law import MARGIN, Choice, choose
+from stretto.overlap.law import Choice, choose
 from stretto.overlap.moments import seconds
 from stretto.overlap.p2p import Call
 
@@ -96,20 +96,26 @@ def _measured(call: Call, how: How, run: Callable[[How], object]) -> Choice:
 
 
 def _judged(call: Call, trials: Trials, device: torch.device) -> tuple[Choice, bool]:
-    """The law's choice after these trials, and whether it is the same however much they differ."""
+    """The law's choice after these trials, and whether it would be the same if every difference counted."""
     products = [sorted(total - waits for total, waits in times) for times in trials.values()]
     mine = [
         min(waits for _, waits in trials["plain", 1]),
         median(second - least for least, second, *_ in products),
-        *(least for least, *_ in products),
+        *(second for _, second, *_ in products),
         *(min(total for total, _ in times) for times in trials.values()),
     ]
     messages_s, differ_s, *numbers = greatest(call, mine, device)
     products_s, totals_s = numbers[: len(_WAYS)], dict(zip(_WAYS, numbers[len(_WAYS) :]))
-    cut = {m: s for (schedule, m), s in zip(_WAYS, products_s) if schedule == "direct"}
-    law = partial(choose, products_s[0], messages_s, call.peers.world_size, cut_compute_s=cut)
-    chosen = law(margin=min(0.5, max(MARGIN, differ_s / max(products_s[0], 1e-9))))
-    return _believed(chosen, totals_s), chosen == law(margin=MARGIN)
+    middle_s = median(products_s)
+    alike_s = [middle_s if abs(s - middle_s) <= 2 * differ_s else s for s in products_s]
+
+    def law(seconds: Sequence[float]) -> Choice:
+        cut = {m: s for (schedule, m), s in zip(_WAYS, seconds) if schedule == "direct"}
+        return choose(seconds[0], messages_s, call.peers.world_size, cut_compute_s=cut)
+
+    choice, sharp = law(alike_s), law(products_s)
+    is_settled = (choice.schedule, choice.num_subslices) == (sharp.schedule, sharp.num_subslices)
+    return _believed(choice, totals_s), is_settled
 
 
 def _believed(choice: Choice, totals_s: dict[tuple[str, int], float]) -> Choice:

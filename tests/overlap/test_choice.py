@@ -44,14 +44,13 @@ def test_the_choice_is_the_number_of_subslices_that_the_law_predicts_to_be_faste
 
 
 @pytest.mark.parametrize(
-    ("noise", "num_noisy", "num_subslices", "num_trials"),
-    [(0.0, 100, 2, 3), (0.1, 100, 2, 3), (0.3, 100, 1, 9), (0.3, 3, 2, 4)],
+    ("noise", "num_noisy", "num_subslices", "num_trials"), [(0.0, 100, 1, 3), (0.2, 100, 2, 9), (0.2, 3, 1, 4)]
 )
-def test_what_trials_of_one_way_differ_by_is_no_reason_to_cut_but_one_to_try_again(
+def test_ways_that_differ_as_trials_of_one_way_do_count_as_equally_long_and_are_tried_again(
     ranks: Ranks, noise: float, num_noisy: int, num_subslices: int, num_trials: int
 ) -> None:
-    seconds = {("plain", 1): (0.18, 0.08), ("direct", 1): (0.1, 0.0), ("direct", 2): (0.1, 0.0)}
-    seconds["direct", 4] = (0.12, 0.0)  # by the law 0.13 s in one piece and 0.105 in two
+    seconds = {("plain", 1): (0.18, 0.08), ("direct", 1): (0.1, 0.0), ("direct", 2): (0.13, 0.0)}
+    seconds["direct", 4] = (0.14, 0.0)  # 0.13 s in one piece or two by the law; 0.105 if pieces cost nothing
     for schedule, taken, _, _, trials in ranks.run(2, choice_cases.measured_as, seconds, noise, num_noisy):
         assert (schedule, taken, trials) == ("direct", num_subslices, num_trials)
 
