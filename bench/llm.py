@@ -34,7 +34,7 @@ WAYS = ("compute", "ideal", "plain", "restructured plain", "slicing 2", "slicing
 LEFT_OUT = {"forward": ("slicing 2", "slicing 8"), "training": ("restructured plain",), "dp": ("restructured plain",)}
 """Ways that a mode or a parallelism does without: data parallelism has no other structure."""
 SHAPES = {
-    "tpsp": Shape(2, 512, 2048, 5504, 3, 16, 16, 8192),
+    "tpsp": Shape(1, 2048, 2048, 5504, 2, 16, 16, 8192),
     "tp": Shape(4, 256, 2048, 5504, 3, 16, 16, 8192),
     "up": Shape(2, 2048, 512, 1408, 6, 8, 8, 1024),
     "dp": Shape(4, 512, 512, 1408, 8, 8, 8, 1024),
@@ -106,16 +106,16 @@ def run_case(link: Link, case: str, repeats: int, ways: Sequence[str], *, quick:
         met.add(way)
         return max(link.run("bench.llm_ranks:measure", way, training, num_steps, num_bytes, warm))
 
-    compute = statistics.median(seconds("compute") for _ in range(3))
-    bits_per_s = 8 * num_bytes / (RHO * compute)
-    for _ in range(1 if quick else 3):
+    computes = [seconds("compute") for _ in range(3)]
+    bits_per_s, exposed_bits = 8 * num_bytes / (RHO * statistics.median(computes)), []
+    for _ in range(1 if quick else 4):
         set_rate(link, bits_per_s, parallel)
-        pairs = [(seconds("plain"), seconds("compute")) for _ in range(1 if quick else 2)]
-        rho = sum(plain for plain, _ in pairs) / sum(alone for _, alone in pairs) - 1
+        computes.append(seconds("compute"))
+        exposed_bits.append((seconds("plain") - computes[-1]) * bits_per_s)
+        rho = statistics.median(exposed_bits) / (statistics.median(computes) * bits_per_s)
         print(f"{case}: {num_bytes / 1e6:.1f} MB a step at {bits_per_s / 1e6:.0f} Mbit/s, rho {rho:.3f}", flush=True)
-        if abs(rho / RHO - 1) < 0.03:
-            break
         bits_per_s *= min(1.5, max(0.67, rho / RHO))
+    set_rate(link, bits_per_s, parallel)
     link.run("bench.llm_ranks:forget")
     met.clear()
     ways = [way for way in ways if way not in (*LEFT_OUT.get(mode, ()), *LEFT_OUT.get(parallel, ()))]

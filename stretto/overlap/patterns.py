@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stretto.overlap.lora import linear_in, name_of_linear, plain_names, plain_pattern
 
@@ -105,7 +106,9 @@ def _check_type(name: str, module: nn.Module, style: str, allowed: type | tuple[
     classes = allowed if isinstance(allowed, tuple) else (allowed,)
     if nn.Module not in classes and type(module) not in classes:
         wanted = " or ".join(f"nn.{one.__name__}" for one in classes)
-        raise ValueError(f"{name!r} is a {type(module).__name__}, not an {wanted}, which {style!r} is for")
+        is_parallel = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        again = ": it is parallel already; parallelize a model once" if is_parallel else ""
+        raise ValueError(f"{name!r} is a {type(module).__name__}, not an {wanted}, which {style!r} is for{again}")
 
 
 def _resolved(follower: str, pattern: str, name: str, modules: Mapping[str, nn.Module]) -> str:

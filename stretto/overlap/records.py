@@ -1,8 +1,8 @@
 """What every kind of call did on a group: how it communicated, how often, what stayed exposed.
 
 A library that silently does not overlap is worse than none: whatever was asked for and does not happen is said once,
-as an `OverlapWarning`, and stands in the report. The hazard: seconds exposed are those in which the host was blocked;
-on CUDA the host is not, and only a trace knows.
+as an `OverlapWarning` of a group's first rank, and stands in every rank's report. The hazard: seconds exposed are
+those in which the host was blocked; on CUDA the host is not, and only a trace knows.
 """
 
 import warnings
@@ -80,8 +80,10 @@ class Records:
         return self.records[key]
 
     def say_once(self, group: dist.ProcessGroup, reason: str) -> None:
-        """Warn of one reason, once for this group."""
+        """Warn of one reason, which all ranks have, once for this group: its first rank says it."""
         if reason not in self.said:
             self.said.add(reason)
+            if dist.get_rank(group) != 0:
+                return
             name = group.group_desc or group.group_name
             warnings.warn(f"group {name!r}: {reason}", OverlapWarning, stacklevel=2)

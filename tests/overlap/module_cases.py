@@ -279,6 +279,9 @@ def refused_plans() -> None:
     for style in ("sequence", "replicate"):
         with pytest.raises(ValueError, match=r"'layers.0.norm.weight' is a DTensor; parallelize a model once"):
             parallelize(model, {"layers.*.norm": style}, group)
+    parallelize(model, {"layers.*.up": "column"}, group)
+    with pytest.raises(ValueError, match=r"'layers.0.up' is a ColumnLinear, .*: it is parallel already"):
+        parallelize(model, {"layers.*.up": "column"}, group)
     with pytest.raises(ValueError, match=r"this style is for nn.Linear, not LayerNorm"):
         parallelize_module(nn.LayerNorm(3), DeviceMesh("cpu", list(range(dist.get_world_size()))), OverlapColwise())
 
