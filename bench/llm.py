@@ -34,7 +34,7 @@ WAYS = ("compute", "ideal", "plain", "restructured plain", "slicing 2", "slicing
 LEFT_OUT = {"forward": ("slicing 2", "slicing 8"), "training": ("restructured plain",), "dp": ("restructured plain",)}
 """Ways that a mode or a parallelism does without: data parallelism has no other structure."""
 SHAPES = {
-    "tpsp": Shape(1, 2048, 2048, 5504, 2, 16, 16, 8192),
+    "tpsp": Shape(2, 512, 2048, 5504, 3, 16, 16, 8192),
     "tp": Shape(4, 256, 2048, 5504, 3, 16, 16, 8192),
     "up": Shape(2, 2048, 512, 1408, 6, 8, 8, 1024),
     "dp": Shape(4, 512, 512, 1408, 8, 8, 8, 1024),
