@@ -12,12 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention.bias import causal_lower_right
 
 from stretto.overlap.loops import sum_dtype
 
 __all__ = ["Attention", "QuerySlices", "scaled_dot_product_attention"]
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+_BLOCK_ROWS = 256
+"""Of causal queries on the host, how many are attended at once: a mask hides keys, but saves none of their work."""
 
 
 def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Tensor:
@@ -29,6 +33,21 @@ def _torchs(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     """Causal without a mask, for n = rows, skips the products of queries with later keys."""
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=grouped)
+
+
+def _last_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """torch's causal attention of the last n of as many queries as keys, with as few hidden keys as it can."""
+    n, num_keys = query.shape[2], key.shape[2]
+    if n == num_keys:
+        return _torchs(query, key, value, None, True)
+    if query.is_cuda and query.shape[1] == key.shape[1]:
+        return F.scaled_dot_product_attention(query, key, value, causal_lower_right(n, num_keys))
+    outs: list[Tensor] = []
+    for block in query.split(n if query.is_cuda else _BLOCK_ROWS, 2):
+        seen = num_keys - n + sum(out.shape[2] for out in outs) + block.shape[2]
+        mask = slice_mask(None, True, slice(seen - block.shape[2], seen), seen, query.device)
+        outs.append(_torchs(block, key[:, :, :seen], value[:, :, :seen], mask, False))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 
 def slice_mask(
@@ -141,17 +160,17 @@ class QuerySlices:
             for tensor, needed in zip(inputs, self._needs):
                 tensor.requires_grad_(needed and with_graph)
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
-            if self._is_square(rows):
-                out = _torchs(query, key, value, None, True)
+            if self._is_torchs:
+                out = _last_causal(query, key, value)
             else:
                 mask = slice_mask(self._mask, self.is_causal, rows, stop, q.device)
                 out = self._attention(query, key, value, mask)
             return inputs, out.permute(2, 0, 1, 3).flatten(2)
 
-    def _is_square(self, rows: slice) -> bool:
-        """Whether these are as many queries as keys, with torch's attention and nothing but a causal mask."""
-        is_torchs = self._attention is scaled_dot_product_attention
-        return is_torchs and self.is_causal and self._mask is None and rows.start == 0
+    @property
+    def _is_torchs(self) -> bool:
+        """Whether it is torch's attention with nothing but a causal mask."""
+        return self._attention is scaled_dot_product_attention and self.is_causal and self._mask is None
 
     def _totals(self) -> list[Tensor | None]:
         """The gradients so far, made where the first is asked for: k's and v's are sums over slices."""
