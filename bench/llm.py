@@ -116,6 +116,7 @@ def run_case(link: Link, case: str, repeats: int, ways: Sequence[str], *, quick:
         print(f"{case}: {num_bytes / 1e6:.1f} MB a step at {bits_per_s / 1e6:.0f} Mbit/s, rho {rho:.3f}", flush=True)
         bits_per_s *= min(1.5, max(0.67, rho / RHO))
     set_rate(link, bits_per_s, parallel)
+    print(f"{case}: measured at {bits_per_s / 1e6:.0f} Mbit/s", flush=True)
     link.run("bench.llm_ranks:forget")
     met.clear()
     ways = [way for way in ways if way not in (*LEFT_OUT.get(mode, ()), *LEFT_OUT.get(parallel, ()))]

@@ -106,8 +106,8 @@ def _check_type(name: str, module: nn.Module, style: str, allowed: type | tuple[
     classes = allowed if isinstance(allowed, tuple) else (allowed,)
     if nn.Module not in classes and type(module) not in classes:
         wanted = " or ".join(f"nn.{one.__name__}" for one in classes)
-        is_parallel = any(isinstance(parameter, DTensor) for parameter in module.parameters())
-        again = ": it is parallel already; parallelize a model once" if is_parallel else ""
+        is_parallel = any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+        again = ": it is parallel already; parallelize a model once, and before FSDP" if is_parallel else ""
         raise ValueError(f"{name!r} is a {type(module).__name__}, not an {wanted}, which {style!r} is for{again}")
 
 

@@ -40,13 +40,18 @@ def _last_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     n, num_keys = query.shape[2], key.shape[2]
     if n == num_keys:
         return _torchs(query, key, value, None, True)
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:  # once for all blocks, and for CUDA's bias
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     if query.is_cuda and query.shape[1] == key.shape[1]:
         return F.scaled_dot_product_attention(query, key, value, causal_lower_right(n, num_keys))
     outs: list[Tensor] = []
-    for block in query.split(n if query.is_cuda else _BLOCK_ROWS, 2):
-        seen = num_keys - n + sum(out.shape[2] for out in outs) + block.shape[2]
-        mask = slice_mask(None, True, slice(seen - block.shape[2], seen), seen, query.device)
-        outs.append(_torchs(block, key[:, :, :seen], value[:, :, :seen], mask, False))
+    step = n if query.is_cuda else _BLOCK_ROWS
+    for first in range(num_keys - n, num_keys, step):
+        end = min(first + step, num_keys)
+        block = query[:, :, first - num_keys + n : end - num_keys + n]
+        mask = slice_mask(None, True, slice(first, end), end, query.device)
+        outs.append(_torchs(block, key[:, :, :end], value[:, :, :end], mask, False))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 

@@ -1,8 +1,8 @@
 """What every kind of call did on a group: how it communicated, how often, what stayed exposed.
 
 A library that silently does not overlap is worse than none: whatever was asked for and does not happen is said once,
-as an `OverlapWarning` of a group's first rank, and stands in every rank's report. The hazard: seconds exposed are
-those in which the host was blocked; on CUDA the host is not, and only a trace knows.
+as an `OverlapWarning` of a group's first rank; what the law decided stands in every rank's report. The hazard:
+seconds exposed are those in which the host was blocked; on CUDA the host is not, and only a trace knows.
 """
 
 import warnings

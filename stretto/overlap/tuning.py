@@ -5,10 +5,10 @@ seconds and the messages' seconds, the greatest over ranks, go into the law, and
 The hazard: every rank must come to the same choice at the same call. So a choice is kept by facts that are equal on
 all ranks (never by a rank's own number of features), and what was measured is exchanged before it is used. The law
 knows no price of a message, so its choice must also have been faster than plain when it was tried: few rows often are
-not. And where trials of one way differ as much as those of two, the two count as equally long: there are more trials
-for as long as that alone decides. Fewer rows than ranks, as in decoding, are left plain untried: a rank without rows
-has no product that hides anything. On CUDA seconds are those of the device's stream, which waits while the host does
-not. Source: the law of this library.
+not. And ways that are within twice what trials of one way differ by of the middle of all ways count as equally long:
+there are more trials for as long as that alone decides. Fewer rows than ranks, as in decoding, are left plain
+untried: a rank without rows has no product that hides anything. On CUDA seconds are those of the device's stream,
+which waits while the host does not. Source: the law of this library.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -123,7 +123,7 @@ def _believed(choice: Choice, totals_s: dict[tuple[str, int], float]) -> Choice:
     tried_s, plain_s = totals_s[choice.schedule, choice.num_subslices], totals_s["plain", 1]
     if tried_s <= plain_s:
         return choice
-    why = f"when it was tried it took {tried_s * 1e3:.3g} ms, plain {plain_s * 1e3:.3g}"
+    why = f"when it was tried it took {tried_s * 1e3:.4g} ms, plain {plain_s * 1e3:.4g}"
     plain, direct = choice.plain_s, choice.overlapped_s
     return Choice("plain", 1, plain, plain, choice.predicted_exposed_s, why, direct)
 

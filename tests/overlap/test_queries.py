@@ -45,6 +45,25 @@ def test_causal_slices_in_blocks_equal_the_whole(
         torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
 
+def test_blocks_under_autocast_have_its_dtype_and_cast_keys_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(8, 1, 1, 2, requires_grad=True) for _ in range(3))
+    monkeypatch.setattr(queries, "_BLOCK_ROWS", 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        parts = QuerySlices(q, k, v, scaled_dot_product_attention, None, True, (True, True, True))
+    storages = []
+    attention = F.scaled_dot_product_attention
+
+    def noted(query: torch.Tensor, key: torch.Tensor, *others: object, **options: object) -> torch.Tensor:
+        storages.append((key.dtype, key.untyped_storage().data_ptr()))
+        return attention(query, key, *others, **options)
+
+    monkeypatch.setattr(queries.F, "scaled_dot_product_attention", noted)
+    assert parts.output(slice(2, 8)).dtype == torch.bfloat16
+    assert len(storages) == 3
+    assert {dtype for dtype, _ in storages} == {torch.bfloat16}
+    assert len(set(storages)) == 1
+
+
 def test_a_slice_in_blocks_sees_fewer_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(8, 1, 1, 2) for _ in range(3))
     seen = []
