@@ -33,7 +33,7 @@ def test_causal_slices_in_blocks_equal_the_whole(
     expected = torch.autograd.grad(whole, (q, k, v), dy)
 
     ends = sorted({0, rows, *(cut for cut in cuts if cut < rows)})
-    slices = [slice(*ends) for ends in itertools.pairwise(ends)]
+    slices = [slice(first, end) for first, end in itertools.pairwise(ends)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(queries, "_BLOCK_ROWS", block)
         parts = QuerySlices(q, k, v, scaled_dot_product_attention, None, True, (True, True, True))
