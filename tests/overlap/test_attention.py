@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.overlap import repeat_kv_heads, split_heads
-from tests.overlap import attention_cases
+from tests.overlap import attention_cases, attention_start_cases
 from tests.overlap.examples import few
 from tests.ranks import Ranks
 
@@ -59,17 +59,17 @@ def test_attention_goes_backward_once_and_needs_no_weight_gradients(ranks: Ranks
 def test_exchanges_in_halves_of_a_batch_are_the_whole_ones_bit_for_bit(
     ranks: Ranks, num_ranks: int, schedule: str, num_subslices: int
 ) -> None:
-    ranks.run(num_ranks, attention_cases.in_halves, schedule, num_subslices)
+    ranks.run(num_ranks, attention_start_cases.in_halves, schedule, num_subslices)
 
 
 def test_exchanges_in_halves_work_under_activation_checkpointing(ranks: Ranks) -> None:
-    ranks.run(3, attention_cases.in_halves, "direct", 1, True)
+    ranks.run(3, attention_start_cases.in_halves, "direct", 1, True)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_start_that_is_dropped_is_waited_for_by_the_next_call(ranks: Ranks, num_ranks: int) -> None:
-    ranks.run(num_ranks, attention_cases.dropped)
-    ranks.run(num_ranks, attention_cases.ended_early)
+    ranks.run(num_ranks, attention_start_cases.dropped)
+    ranks.run(num_ranks, attention_start_cases.ended_early)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -83,8 +83,8 @@ def test_an_adapter_of_low_rank_travels_in_the_message_of_its_layer(
 
 
 def test_a_product_that_is_made_at_the_wait_is_as_if_made_at_the_start(ranks: Ranks) -> None:
-    ranks.run(2, attention_cases.started_under_autocast)
-    ranks.run(2, attention_cases.own_product_that_fails)
+    ranks.run(2, attention_start_cases.started_under_autocast)
+    ranks.run(2, attention_start_cases.own_product_that_fails)
 
 
 def test_an_adapter_that_does_not_fit_is_refused(ranks: Ranks) -> None:

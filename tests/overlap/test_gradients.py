@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stretto.overlap import GradientReducer
-from tests.overlap import gradient_cases, published_cases
+from tests.overlap import gradient_cases, gradient_fault_cases, gradient_order_cases, published_cases
 from tests.overlap.examples import few
 from tests.ranks import Ranks
 
@@ -40,7 +40,7 @@ def test_the_hook_of_ddp_averages(ranks: Ranks, num_ranks: int) -> None:
 
 
 def test_buckets_leave_during_backward_and_the_last_weight_leaves_slice_by_slice(ranks: Ranks) -> None:
-    for rank, (events, sent) in enumerate(ranks.run(3, gradient_cases.order_of_events)):
+    for rank, (events, sent) in enumerate(ranks.run(3, gradient_order_cases.order_of_events)):
         last = events.index("the last ordinary gradient")
         assert "sent" in events[:last]
         assert events.index("own rows") > last
@@ -54,15 +54,15 @@ def test_units_await_the_parameters_that_they_read_inside_of_submodules(ranks: R
 
 
 def test_ranks_with_different_models_are_told_so(ranks: Ranks) -> None:
-    for kind, text in ranks.run(2, gradient_cases.different_models):
+    for kind, text in ranks.run(2, gradient_fault_cases.different_models):
         assert kind == "PeerError"
         assert "gradient reduction" in text
         assert "'shape'" in text
 
 
 def test_late_bound_gradients_are_not_awaited_before_their_weights_come(ranks: Ranks) -> None:
-    assert min(ranks.run(2, gradient_cases.blocked_in_finish, False)) > 0.15
-    assert max(ranks.run(2, gradient_cases.blocked_in_finish, True)) < 0.1
+    assert min(ranks.run(2, gradient_order_cases.blocked_in_finish, False)) > 0.15
+    assert max(ranks.run(2, gradient_order_cases.blocked_in_finish, True)) < 0.1
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -70,7 +70,7 @@ def test_late_bound_gradients_are_not_awaited_before_their_weights_come(ranks: R
 def test_of_two_ranks_a_bucket_is_awaited_behind_the_sends_of_the_next(
     ranks: Ranks, num_ranks: int, sharded: bool, late_bound: bool
 ) -> None:
-    for order in ranks.run(num_ranks, gradient_cases.order_of_sends_and_landings, sharded, late_bound):
+    for order in ranks.run(num_ranks, gradient_order_cases.order_of_sends_and_landings, sharded, late_bound):
         backward = order[: len(order) // 2]
         assert order == 2 * backward
         assert backward.count("s") == backward.count("l") > 3
@@ -79,11 +79,11 @@ def test_of_two_ranks_a_bucket_is_awaited_behind_the_sends_of_the_next(
 
 
 def test_requests_out_of_order_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, gradient_cases.misuse)
+    ranks.run(2, gradient_fault_cases.misuse)
 
 
 def test_gradients_that_come_after_their_bucket_left_are_refused(ranks: Ranks) -> None:
-    ranks.run(2, gradient_cases.gradients_after_their_bucket_left)
+    ranks.run(2, gradient_fault_cases.gradients_after_their_bucket_left)
 
 
 def test_a_state_dict_waits_for_published_parameters(ranks: Ranks) -> None:
@@ -105,16 +105,16 @@ def test_a_sliced_layer_works_in_autocast(ranks: Ranks) -> None:
 
 
 def test_own_rows_that_failed_are_made_by_the_next_finish(ranks: Ranks) -> None:
-    ranks.run(2, gradient_cases.own_rows_that_fail_once)
+    ranks.run(2, gradient_fault_cases.own_rows_that_fail_once)
 
 
 @pytest.mark.parametrize("late_bound", [False, True])
 def test_a_reducer_closed_within_a_backward_leaves_nothing_under_way(ranks: Ranks, late_bound: bool) -> None:
-    assert ranks.run(2, gradient_cases.closed_within_a_backward, late_bound) == [True, True]
+    assert ranks.run(2, gradient_fault_cases.closed_within_a_backward, late_bound) == [True, True]
 
 
 def test_a_reducer_gives_the_module_back_after_a_fault(ranks: Ranks) -> None:
-    for said, still_hooked in ranks.run(2, gradient_cases.closed_after_a_fault):
+    for said, still_hooked in ranks.run(2, gradient_fault_cases.closed_after_a_fault):
         assert "somebody died" in said
         assert not still_hooked
 
@@ -126,7 +126,7 @@ def test_wrong_requests_are_refused() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_last_gradient_leaves_no_tail_where_its_own_rows_come_last(ranks: Ranks, num_ranks: int) -> None:
-    whole = min(ranks.run(num_ranks, gradient_cases.exposed_on_a_slow_link, False))
-    sliced = max(ranks.run(num_ranks, gradient_cases.exposed_on_a_slow_link, True))
+    whole = min(ranks.run(num_ranks, gradient_order_cases.exposed_on_a_slow_link, False))
+    sliced = max(ranks.run(num_ranks, gradient_order_cases.exposed_on_a_slow_link, True))
     assert whole > 0.9 * 0.1 * (num_ranks - 1)
     assert sliced < 0.03, "a slice's message takes less than a slice's product"
