@@ -5,7 +5,7 @@ hazard is a device that ranks share: one rank's product is another's delay, so "
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -14,14 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from bench.gpu_checks import checks, drawn
 from stretto.leaving import end_process
 from stretto.overlap import (
-    GradientReducer,
     all_gather_matmul,
-    attention_all_to_all,
-    matmul_all_reduce,
     matmul_reduce_scatter,
 )
 from stretto.overlap.p2p import peers_of
@@ -37,9 +35,7 @@ SCHEDULES = {
     "ring": ("ring", 1),
     "auto": ("auto", 1),
 }
-BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
 Run = Callable[[], Any]
-Pairs = Iterator[tuple[Tensor, Tensor]]
 Setting = dict[str, Any]
 
 
@@ -75,83 +71,12 @@ def _figures(rank: int, num_ranks: int, backend: str, port: int, setting: Settin
     return figures
 
 
-def checks(group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[str, float]]:
-    """By name, the relative error over its bound: outputs and gradients beside one process that has everything."""
-    for dtype, bound in BOUNDS.items():
-        for check in (_column_and_row, _all_reduce, _attention, _reducer):
-            pairs = check(group, device, dtype)
-            error = max(float((mine - whole).norm() / whole.norm()) for mine, whole in pairs)
-            yield f"{check.__name__.lstrip('_')}, {str(dtype).removeprefix('torch.')}", error / bound
-
-
-def _drawn(seed: int, device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
-
-
-def _parts(group: dist.ProcessGroup, whole: Tensor, dim: int) -> Tensor:
-    part = whole.detach().chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
-    return part.clone().requires_grad_()
-
-
-def _column_and_row(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> Pairs:
-    n = dist.get_world_size(group)
-    shapes = ((4 * n, 3, 16), (8 * n, 16), (16, 8 * n))
-    x, up, down = (_drawn(i, device, dtype, *shape).requires_grad_() for i, shape in enumerate(shapes))
-    y = F.linear(torch.tanh(F.linear(x, up)), down)
-    y.square().sum().backward()
-    for schedule, m in SCHEDULES.values():
-        mine = [_parts(group, x, 0), _parts(group, up, 0), _parts(group, down, 1)]
-        hidden = all_gather_matmul(mine[0], mine[1], group, schedule=schedule, num_subslices=m)
-        out = matmul_reduce_scatter(torch.tanh(hidden), mine[2], group, schedule=schedule, num_subslices=m)
-        out.square().sum().backward()
-        yield out.detach(), _parts(group, y, 0).detach()
-        for part, whole, dim in zip(mine, (x, up, down), (0, 0, 1)):
-            yield part.grad, _parts(group, whole.grad, dim).detach()
-
-
-def _all_reduce(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> Pairs:
-    x = _drawn(0, device, dtype, 6, 8 * dist.get_world_size(group))
-    weight = _drawn(1, device, dtype, 5, x.shape[1])
-    yield matmul_all_reduce(_parts(group, x, 1), _parts(group, weight, 1), group), F.linear(x, weight)
-
-
-def _attention(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> Pairs:
-    n = dist.get_world_size(group)
-    q, k, v = (_drawn(i, device, dtype, 2, 4 * n, 2 * n, 8).requires_grad_() for i in range(3))
-    y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
-    y = y.transpose(1, 2).flatten(2)
-    y.square().sum().backward()
-    mine = [_parts(group, t, 2) for t in (q, k, v)]
-    out = attention_all_to_all(*mine, group, is_causal=True)
-    out.square().sum().backward()
-    yield out.detach(), _parts(group, y, 1).detach()
-    for part, whole in zip(mine, (q, k, v)):
-        yield part.grad, _parts(group, whole.grad, 2).detach()
-
-
-def _reducer(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> Pairs:
-    """On the group of the operations: nothing else runs on it meanwhile."""
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).to(device, dtype)
-    inputs = _drawn(3, device, dtype, n, 4, 16)
-    whole = torch.autograd.grad(model(inputs).square().sum() / n, list(model.parameters()))
-    reducer = GradientReducer(model, group, bucket_bytes=1 << 9, last=model[0])
-    model(inputs[rank]).square().sum().backward()
-    reducer.finish()
-    reducer.close()
-    for parameter, expected in zip(model.parameters(), whole):
-        assert parameter.grad is not None
-        yield parameter.grad, expected
-
-
 def _gather(group: dist.ProcessGroup, device: torch.device, setting: Setting, wide: int) -> "Operation":
     """(rows / N, K) on every rank, gathered, times (wide, K)."""
     rows, k = setting["rows"], setting["features"]
     dtype = getattr(torch, setting["dtype"])
-    x = _drawn(dist.get_rank(group), device, dtype, rows // dist.get_world_size(group), k)
-    weight, whole = _drawn(9, device, dtype, 1, k).expand(wide, k).contiguous(), _drawn(8, device, dtype, rows, k)
+    x = drawn(dist.get_rank(group), device, dtype, rows // dist.get_world_size(group), k)
+    weight, whole = drawn(9, device, dtype, 1, k).expand(wide, k).contiguous(), drawn(8, device, dtype, rows, k)
     call = partial(all_gather_matmul, x, weight, group)
     return Operation(call, lambda: F.linear(whole, weight), [x], (x, weight), (whole, weight))
 
@@ -160,9 +85,9 @@ def _scatter(group: dist.ProcessGroup, device: torch.device, setting: Setting, w
     """(rows, wide) times (F, wide), summed over ranks, (rows / N, F) left on each."""
     rows, f = setting["rows"], setting["features"]
     dtype = getattr(torch, setting["dtype"])
-    x = _drawn(dist.get_rank(group), device, dtype, rows, 1).expand(rows, wide).contiguous()
-    weight = _drawn(9, device, dtype, f, 1).expand(f, wide).contiguous()
-    sent = _drawn(7, device, dtype, rows // dist.get_world_size(group), f)
+    x = drawn(dist.get_rank(group), device, dtype, rows, 1).expand(rows, wide).contiguous()
+    weight = drawn(9, device, dtype, f, 1).expand(f, wide).contiguous()
+    sent = drawn(7, device, dtype, rows // dist.get_world_size(group), f)
     call = partial(matmul_reduce_scatter, x, weight, group)
     return Operation(call, lambda: F.linear(x, weight), [sent], (x, weight), (x, weight))
 

@@ -19,6 +19,7 @@ from bench.link import start_together
 from bench.overlap_cases import OPERATIONS, Operation, Sizes
 from bench.sleeping import asleep, pace
 from bench.slicing import Run, Sends, beside
+from stretto.overlap import GradientReducer
 from stretto.overlap.p2p import Call, peers_of
 
 __all__ = ["alone", "cell"]
@@ -130,19 +131,24 @@ def _timed(run: Run) -> dict[str, float]:
 @contextmanager
 def _waits_counted() -> Iterator[None]:
     """The seconds that this thread is blocked in the library's waits are counted with the baselines' own."""
-    wait: Callable[..., None] = Call.wait
     mine = threading.current_thread()
 
-    def counted(call: Call, *args: Any) -> None:
-        start = time.perf_counter()
-        try:
-            wait(call, *args)
-        finally:
-            if threading.current_thread() is mine:
-                Sends.exposed_s += time.perf_counter() - start
+    def counted(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return wait(*args)
+            finally:
+                if threading.current_thread() is mine:
+                    Sends.exposed_s += time.perf_counter() - start
 
-    Call.wait = counted  # type: ignore[method-assign]
+        return run
+
+    call_waits, reducer_waits = Call.wait, GradientReducer._awaited
+    Call.wait = counted(call_waits)  # type: ignore[method-assign]
+    GradientReducer._awaited = counted(reducer_waits)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Call.wait = wait  # type: ignore[method-assign]
+        Call.wait = call_waits  # type: ignore[method-assign]
+        GradientReducer._awaited = reducer_waits  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bench import gpu
+from bench.gpu_checks import BOUNDS, CHECKS
 from bench.gpu_ranks import OPERATIONS, SCHEDULES
 
 
@@ -16,7 +17,7 @@ def test_a_dry_run_checks_and_times_everything(tmp_path: Path, capsys: pytest.Ca
     report = json.loads(file.read_text())
     (world,) = report["worlds"].values()
     assert report["dry_run"]
-    assert len(world["checks"]) == 8
+    assert len(world["checks"]) == len(CHECKS) * len(BOUNDS)
     assert all(error <= 1 for error in world["checks"].values())
     assert [name.split(",")[0] for name in world["cells"]] == list(OPERATIONS)
     for cell in world["cells"].values():
