@@ -111,6 +111,7 @@ class Exchange:
             self.group,
             eps=[norm.eps for norm in norms],
             num_features=sum(cut),
+            check=self.options.get("check", True),
         )
         return [*normed, *outputs[len(norms) :]]
 

@@ -102,9 +102,11 @@ def _input_and_weight_gradients(
         for piece in scatter.pieces():
             scatter.put(piece, input_partial(grads, weights, piece.rows, x.dtype))
             if not at_once:
+                call.begin_product()
                 _add(sums, grads, x[piece.rows], piece.rows)
+                call.end_product(piece.step, piece.subslice, piece.owner)
     if at_once:  # one product beside all that is still on its way, and not one a slice
-        _add(sums, grads, x, slice(None))
+        _add_whole(call, sums, grads, x)
     return scatter.result() if scatter is not None else None, sums
 
 
@@ -209,7 +211,7 @@ def _summed_input_gradient(
             mine[rows] = input_partial(grads, weights, rows, x.dtype)
 
         dx = exchange_sums(call, header, mine, slices, left, multiply, check=how.check)
-        _add(sums, grads, x, slice(None))
+        _add_whole(call, sums, grads, x)
         return dx, sums
     scatter = Scatter(call, header, tuple(x.shape), slices, x.device, check=how.check)
     for piece in scatter.pieces():
@@ -217,7 +219,7 @@ def _summed_input_gradient(
     dx = torch.empty_like(x)
     if how.schedule == "direct":
         left.transfers += send_everywhere(call, header, scatter.result(), slices, dx, check=how.check)
-        _add(sums, grads, x, slice(None))
+        _add_whole(call, sums, grads, x)
         return dx, sums
     for piece, _ in gather(call, header, scatter.result(), slices, check=how.check, into=dx):
         _add(sums, grads, x[piece.rows], piece.rows)
@@ -230,6 +232,13 @@ def _started(needed: Sequence[bool], weights: Sequence[Tensor]) -> list[WeightGr
 
 def _needs(needed: Sequence[bool], num_weights: int) -> tuple[bool, Sequence[bool], Sequence[bool]]:
     return needed[0], needed[1 : 1 + num_weights], needed[1 + num_weights :]
+
+
+def _add_whole(call: Call, sums: Sequence[WeightGradient | None], grads: Sequence[Tensor], x: Tensor) -> None:
+    """One product of all rows."""
+    call.begin_product()
+    _add(sums, grads, x, slice(None))
+    call.end_product(call.peers.world_size - 1, 0, call.peers.rank)
 
 
 def _add(sums: Sequence[WeightGradient | None], grads: Sequence[Tensor], x: Tensor, rows: slice) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.overlap.buckets import Bucket, spread, sum_in_order, trade_pieces
+from stretto.overlap.inputs import can_overlap
 from stretto.overlap.p2p import peers_of
 from stretto.overlap.routes import Slices, slice_sizes
 from stretto.overlap.streams import Worker, made
@@ -31,6 +32,7 @@ class ReductionThread:
     def start(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce one of DDP's buckets; the future holds its average over ranks, flat."""
         flat = bucket.buffer()
+        can_overlap(self._peers, flat.device)  # or says why not
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         sizes = Slices(tuple(slice_sizes(len(flat), self._peers.world_size)))
         whole = Bucket(list(bucket.parameters()), sizes)

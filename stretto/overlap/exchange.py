@@ -36,15 +36,16 @@ class Trade:
         received: Callable[[int], Shape],
         num_subslices: int,
         device: torch.device,
+        is_scratch: bool = False,
     ) -> None:
         """Say what is traded.
 
         `make(peer, subslice)` computes the contiguous piece for a peer, `room(peer, subslice)` is the
-        contiguous place for the piece from it; `sent` and `received` are the shapes of all sub-slices
-        together, rows first.
+        contiguous place for the piece from it, read once, when it is handed out, if it `is_scratch`; `sent` and
+        `received` are the shapes of all sub-slices together, rows first.
         """
         self.make, self.room = make, room
-        self.num_subslices = num_subslices
+        self.num_subslices, self.is_scratch = num_subslices, is_scratch
         self._sent, self._received, self._device = sent, received, device
 
     def lane(self, call: Call, kind: str, header: Header, check: bool) -> Lane:
@@ -79,6 +80,8 @@ def own_first(call: Call, header: Header, trade: Trade, *, check: bool) -> Itera
             call.begin_product()
             yield here.compute, s, trade.make(here.compute, s) if arrived is None else arrived
             call.end_product(step, s, here.compute)
+            if arrived is not None and trade.is_scratch:
+                call.release(arrived)
 
 
 def own_last(call: Call, header: Header, trade: Trade, *, check: bool) -> Iterator[tuple[int, int, Tensor]]:
@@ -147,6 +150,8 @@ class Flight:
             call.begin_product()
             yield peer, s, room
             call.end_product(step, s, peer)
+            if self._trade.is_scratch:
+                call.release(room)
 
     def _take(self) -> list[Tensor]:
         own, self._own = self._make_own() if self._own is None else self._own, []

@@ -7,6 +7,7 @@ group's store by compare-and-set and reports the line it finds there, so that al
 cause. The hazard is a store whose host died with the fault: then each rank can only tell its own side.
 """
 
+import struct
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,9 @@ from torch import Tensor
 
 __all__ = ["Header", "PeerError"]
 
-_WORDS = 20
+_MOST_DIMS = 6
+_LAYOUT = struct.Struct(f"<7Bx2I2Q{_MOST_DIMS}q")
+"""Places in the tables below and small counts, then step and sub-slices, call and gradients, then the shape."""
 _FAULT, _REFUSED = "stretto/fault", "stretto/refused"
 _NO_TAG = 1 << 20  # nothing is ever sent under this tag
 
@@ -49,6 +52,11 @@ _OPERATIONS = (
     "vocab_cross_entropy",
     "split rows backward",
     "join rows",
+    "replicated gradients",
+    "modulation gradients",
+    "adapter gradients",
+    "features_rms_norms",
+    "features_rms_norms backward",
 )
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 _SCHEDULES = ("plain", "ring", "direct", "auto")
@@ -61,7 +69,7 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Header:
-    """One payload's description, 20 int64 on the wire: as its receiver expects it, or the call fails."""
+    """One payload's description, 80 bytes on the wire: as its receiver expects it, or the call fails."""
 
     operation: str
     call: int
@@ -79,49 +87,50 @@ class Header:
     keep_gathered: bool = False
 
     def pack(self, device: torch.device) -> Tensor:
-        """The header as an int64 tensor of shape (20,)."""
-        assert len(self.shape) <= 6, self.shape
-        bits = sum(1 << i for i, needed in enumerate(self.gradients) if needed)
-        words = [
+        """The header as a uint8 tensor of shape (80,)."""
+        assert len(self.shape) <= _MOST_DIMS, self.shape
+        packed = _LAYOUT.pack(
             _OPERATIONS.index(self.operation),
-            self.call,
             _LANES.index(self.lane),
-            self.step,
             _DTYPES.index(self.dtype),
-            self.num_subslices,
             _SCHEDULES.index(self.schedule),
             len(self.gradients),
-            bits,
-            int(self.keep_gathered),
+            self.keep_gathered,
             len(self.shape),
+            self.step,
+            self.num_subslices,
+            self.call,
+            sum(1 << i for i, needed in enumerate(self.gradients) if needed),
             *self.shape,
-        ]
-        return torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64, device=device)
+            *[0] * (_MOST_DIMS - len(self.shape)),
+        )
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
 
     @staticmethod
     def blank(device: torch.device) -> Tensor:
         """A buffer to receive a header into."""
-        return torch.zeros(_WORDS, dtype=torch.int64, device=device)
+        return torch.zeros(_LAYOUT.size, dtype=torch.uint8, device=device)
 
     @classmethod
-    def unpack(cls, words: Tensor) -> "Header":
+    def unpack(cls, received: Tensor) -> "Header":
         """The inverse of `pack`; what no `pack` wrote raises `ValueError`."""
-        w = words.tolist()
+        words = _LAYOUT.unpack(bytes(received.tolist()))
+        operation, lane, dtype, schedule, num_inputs, keep, ndim, step, num_subslices, call, bits, *shape = words
         try:
             return cls(
-                operation=_OPERATIONS[w[0]],
-                call=w[1],
-                lane=_LANES[w[2]],
-                step=w[3],
-                shape=tuple(w[11 : 11 + w[10]]),
-                dtype=_DTYPES[w[4]],
-                num_subslices=w[5],
-                schedule=_SCHEDULES[w[6]],
-                gradients=tuple(bool(w[8] >> i & 1) for i in range(w[7])),
-                keep_gathered=bool(w[9]),
+                operation=_OPERATIONS[operation],
+                call=call,
+                lane=_LANES[lane],
+                step=step,
+                shape=tuple(shape[:ndim]),
+                dtype=_DTYPES[dtype],
+                num_subslices=num_subslices,
+                schedule=_SCHEDULES[schedule],
+                gradients=tuple(bool(bits >> i & 1) for i in range(num_inputs)),
+                keep_gathered=bool(keep),
             )
-        except (IndexError, ValueError):
-            raise ValueError(f"received a header that no rank of this version writes: {w}") from None
+        except IndexError:
+            raise ValueError(f"received a header that no rank of this version writes: {words}") from None
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stretto.overlap import tracing
 from stretto.overlap.buckets import Bucket, Pieces, in_buckets, spread, sum_in_order
+from stretto.overlap.inputs import can_overlap
 from stretto.overlap.late_sums import LateBound, LateSums, as_rows
 from stretto.overlap.owned_shards import OwnedShards
 from stretto.overlap.p2p import peers_of
@@ -83,18 +84,18 @@ class GradientReducer(LateBound, OwnedShards):
         self._peers = peers_of(group)
         self._late_bound, self._check = late_bound, check
         self._scale = 1.0 / self._peers.world_size if average and not late_bound else 1.0
-        parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-        if not parameters:
+        self._parameters: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+        if not self._parameters:
             raise ValueError("the module has no parameter that needs a gradient")
+        can_overlap(self._peers, self._parameters[0].device)  # or says why not
         layers = sliced_layers(module, last)
-        rest = [p for p in reversed(parameters) if not any(p is layer.weight for layer in layers)]
+        rest = [p for p in reversed(self._parameters) if not any(p is layer.weight for layer in layers)]
         self._buckets = in_buckets(rest, bucket_bytes, self._peers.world_size)
         self._sliced: dict[int, SlicedWeight] = {}
         for number, layer in enumerate(layers, len(self._buckets)):
             launch = partial(self._launch, number)
             self._sliced[number] = SlicedWeight(layer, self._peers, launch, lambda: self._accumulating)
             self._buckets.append(self._sliced[number].bucket)
-        self._parameters = parameters
         self.owned = [nn.Parameter(shard) for shard in self._wide_shards()] if sharded else []
         self._handles = [
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
@@ -162,7 +163,6 @@ class GradientReducer(LateBound, OwnedShards):
             result = self._awaited(self._results.pop(index))
             if self.owned:
                 self.owned[index].grad = result
-                bucket.drop_gradients()
             else:
                 bucket.write_gradients(result)
 
@@ -238,7 +238,7 @@ class GradientReducer(LateBound, OwnedShards):
         self.num_sent += 1
         bucket = self._buckets[number]
         bucket.launched = True
-        if self._late_bound:
+        if self._late_bound or self.owned:  # what leaves is a copy
             bucket.drop_gradients()
         pieces = Pieces(self._peers, bucket, make, check=self._check)
         self._left[number] = pieces, self._thread.submit(bucket.device, pieces.send)

@@ -69,6 +69,18 @@ def check_schedule(schedule: str, num_subslices: int, *, ring: bool = True) -> N
         raise ValueError(f"num_subslices={num_subslices} must be at least 1")
 
 
+def can_overlap(peers: Peers, device: torch.device) -> bool:
+    """Whether a group's messages for a device can travel beside products; why not is said once."""
+    if peers.world_size == 1:
+        peers.records.say_once(peers.group, "one rank: there is nothing to overlap")
+        return False
+    if peers.backend(device) not in _OVERLAPPING:
+        where = f"backend {peers.backend(device)!r} on {device.type}"
+        peers.records.say_once(peers.group, f"{where} is not overlapped, only {' and '.join(_OVERLAPPING)} are")
+        return False
+    return True
+
+
 def checked_how(
     peers: Peers,
     schedule: str,
@@ -86,13 +98,8 @@ def checked_how(
     What is asked for and cannot happen here is said once.
     """
     check_schedule(schedule, num_subslices, ring=ring)
-    if schedule != "plain" and peers.world_size == 1:
-        peers.records.say_once(peers.group, "one rank: there is nothing to overlap")
-        schedule = "direct" if schedule == "auto" else schedule
-    elif schedule != "plain" and peers.backend(device) not in _OVERLAPPING:
-        where = f"backend {peers.backend(device)!r} on {device.type}"
-        peers.records.say_once(peers.group, f"{where} is not overlapped, only {' and '.join(_OVERLAPPING)} are")
-        schedule = "plain"
+    if schedule != "plain" and not can_overlap(peers, device):
+        schedule = "direct" if peers.world_size == 1 else "plain"
     chosen: Asked = schedule  # type: ignore[assignment]
     return How(peers, chosen, num_subslices, check, gradients, device, keep_gathered, tuned_as)
 
@@ -116,6 +123,8 @@ def check_linear(
     """
     if x.ndim < 2:
         raise ValueError(f"x of shape {tuple(x.shape)} must have at least 2 dimensions, rows and features")
+    if not isinstance(dim, int):
+        raise ValueError(f"dim={dim!r} must be an int")
     if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
         raise ValueError(
             f"dim={dim} is not a row dimension of x, whose shape is {tuple(x.shape)}; features come last"

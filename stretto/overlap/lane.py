@@ -44,6 +44,8 @@ class Lane:
         self.last = peers.world_size - 1
         self._header, self._shapes = replace(header, lane=kind), shapes
         call.device = device
+        if not check:
+            peers.records.note("check=False: no headers; ranks that disagree hang, abort or compute wrong numbers")
         self._device, self._home, self._check = device, peers.words(device), check
         self._buffer = Header.blank(self._home)
         self._incoming = self._announce(0)

@@ -76,6 +76,7 @@ class Lookup:
             received=lambda peer: (len(received[peer]), width),
             num_subslices=1,
             device=like.device,
+            is_scratch=True,
         )
         for peer, _, rows in Flight(call, header, trade, "scatter", check=self.check).pieces():
             yield peer, rows

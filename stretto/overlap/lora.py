@@ -10,15 +10,14 @@ cuts are this library's. peft is known by its attributes and never imported.
 
 from typing import Any, ClassVar
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from stretto.overlap import reference
 from stretto.overlap.dropout import PartDropout
-from stretto.overlap.loops import sum_dtype
+from stretto.overlap.group_sums import with_summed_gradients
 from stretto.overlap.modules import ColumnLinear, ParallelLinear, RowLinear, SharedInput
+from stretto.overlap.p2p import peers_of
 from stretto.overlap.rows import as_part_of, own_part
 
 __all__ = ["parallelize_lora"]
@@ -48,8 +47,9 @@ class _Adapter(ParallelLinear):
 
     def _summed(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = super()._local()
-        group = self.mesh.get_group()
-        return _summed_gradient(weight, group), None if bias is None else _summed_gradient(bias, group)
+        peers, whole = peers_of(self.mesh.get_group()), [weight] if bias is None else [weight, bias]
+        weight, *biases = with_summed_gradients(peers, "adapter gradients", whole, check=self.options.check)
+        return weight, biases[0] if biases else None
 
 
 class _AdapterDropout(PartDropout):
@@ -261,8 +261,3 @@ def _adopt(wrapper: Any) -> None:
 
 def _base_of(module: nn.Module, name: str = "base_layer") -> nn.Module | None:
     return module._modules.get(name)
-
-
-def _summed_gradient(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The parameter, whose gradient is summed over the group before it is rounded."""
-    return reference.replicate(parameter.to(sum_dtype(parameter.dtype)), group).to(parameter.dtype)

@@ -224,27 +224,35 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[ParallelLinear]) -> None:
         self.layers = list(layers)
-        self._key: tuple[Tensor, int, bool] | None = None
+        self._key: tuple[Tensor, tuple[object, ...]] | None = None
         self._outputs: dict[int, Tensor] = {}
 
     @outside_of_graphs
     def output(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        """`layer`'s output for x; kept from a sibling's call if x is the very same tensor, unchanged.
+        """`layer`'s output for x; kept from a sibling's call if x is the same tensor and nothing changed since.
 
         Not compiled: whether a tensor is the same and unchanged is no operation of a graph.
         """
-        state = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
-        held = self._key is not None and self._key[0] is x and self._key[1:] == state
+        parameters = (p for one in self.layers for p in one.parameters(recurse=False))
+        state = (torch.is_grad_enabled(), *map(_version, (x, *parameters)))
+        held = self._key is not None and self._key[0] is x and self._key[1] == state
         if not held or id(layer) not in self._outputs:
             if not layer.leads:
                 return layer.together([layer], x)[0]
             layers = [one for one in self.layers if one.joins()]
-            self._key = (x, *state)
+            self._key = (x, state)
             self._outputs = {id(one): out for one, out in zip(layers, layer.together(layers, x))}
         found = self._outputs.pop(id(layer))
         if not self._outputs:
             self._key = None
         return found
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was changed in place; of a DTensor itself or its local part."""
+    with torch.no_grad():
+        both = {tensor, tensor.to_local()} if isinstance(tensor, DTensor) else {tensor}
+    return sum(one._version for one in both if not one.is_inference())
 
 
 def _announced_rows(x: DTensor, mesh: DeviceMesh) -> tuple[Tensor, list[int]]:

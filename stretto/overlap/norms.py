@@ -14,8 +14,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from stretto.overlap.group_sums import sum_over_ranks
 from stretto.overlap.inputs import outside_of_graphs
 from stretto.overlap.loops import sum_dtype
+from stretto.overlap.p2p import Peers, peers_of
 from stretto.overlap.sharding import Sharded, shard_parameters, shard_state
 
 __all__ = ["FeaturesRMSNorm", "features_rms_norms"]
@@ -28,6 +30,7 @@ def features_rms_norms(
     *,
     eps: Sequence[float | None],
     num_features: int,
+    check: bool = True,
 ) -> list[Tensor]:
     """Several RMS norms over the last dimension, of which each rank has some, by one all-reduce.
 
@@ -37,6 +40,7 @@ def features_rms_norms(
         group: every rank of it makes this call.
         eps: of each norm; None: that of xs' dtype.
         num_features: of all ranks together.
+        check: announce the sums.
 
     Returns:
         Each of its x's shape and dtype.
@@ -46,7 +50,7 @@ def features_rms_norms(
     """
     wide = [x.to(sum_dtype(x.dtype)) for x in xs]
     squares = torch.stack([one.square().sum(-1, keepdim=True) for one in wide])
-    totals: Tensor = _SumOverRanks.apply(squares, group)
+    totals: Tensor = _SumOverRanks.apply(squares, peers_of(group), check)
     normed = []
     for x, one, total, weight, small in zip(xs, wide, totals, weights, eps):
         small = torch.finfo(x.dtype).eps if small is None else small
@@ -67,14 +71,15 @@ class FeaturesRMSNorm(nn.RMSNorm):
     """
 
     mesh: DeviceMesh
+    check: bool
     placements: ClassVar[dict[str, Placement]] = {"weight": Shard(0)}
 
     @classmethod
-    def adopt(cls, norm: nn.RMSNorm, mesh: DeviceMesh, sharded: Sharded | None = None) -> None:
+    def adopt(cls, norm: nn.RMSNorm, mesh: DeviceMesh, sharded: Sharded | None = None, *, check: bool = True) -> None:
         """Turn a norm into a parallel one in place; rank 0's weight is everyone's."""
         norm.__class__ = cls
         assert isinstance(norm, FeaturesRMSNorm)
-        norm.mesh = mesh
+        norm.mesh, norm.check = mesh, check
         shard_parameters(norm, cls.placements, mesh, sharded)
 
     @outside_of_graphs
@@ -82,7 +87,8 @@ class FeaturesRMSNorm(nn.RMSNorm):
         """One all-reduce, then own features alone."""
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else None
         group, num_features = self.mesh.get_group(), self.normalized_shape[0]
-        return features_rms_norms([x], [weight], group, eps=[self.eps], num_features=num_features)[0]
+        how: dict[str, Any] = {"eps": [self.eps], "num_features": num_features, "check": self.check}
+        return features_rms_norms([x], [weight], group, **how)[0]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         shard_state(state_dict, prefix, self.placements, self.mesh)
@@ -93,17 +99,11 @@ class _SumOverRanks(torch.autograd.Function):
     """A sum over ranks that every rank uses for its own features: the gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_reduced(x, group)
+    def forward(ctx: Any, x: Tensor, peers: Peers, check: bool) -> Tensor:
+        ctx.peers, ctx.check = peers, check
+        return sum_over_ranks(peers, "features_rms_norms", x, check=check)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _all_reduced(grads[0], ctx.group), None
-
-
-def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
+        return sum_over_ranks(ctx.peers, "features_rms_norms backward", grads[0], check=ctx.check), None, None

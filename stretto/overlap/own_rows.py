@@ -11,14 +11,14 @@ forward. Source: Megatron-LM's sequence parallelism for the conjugate pairs.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from stretto.overlap.faults import Header
+from stretto.overlap.group_sums import with_summed_gradients
 from stretto.overlap.inputs import outside_of_graphs, rows_first, rows_last
-from stretto.overlap.loops import gather, sum_dtype
+from stretto.overlap.loops import gather
 from stretto.overlap.p2p import Peers, peers_of
 from stretto.overlap.routes import Slices, slice_sizes
 from stretto.overlap.row_counts import RowCount, Rows
@@ -67,8 +67,8 @@ class JoinedOutput:
 class SummedOutput:
     """After a module's forward: the gradients of its outputs, or of those numbered, will be summed over the ranks."""
 
-    def __init__(self, mesh: DeviceMesh, numbers: tuple[int, ...] = ()) -> None:
-        self.mesh, self.numbers = mesh, numbers
+    def __init__(self, mesh: DeviceMesh, check: bool, numbers: tuple[int, ...] = ()) -> None:
+        self.mesh, self.check, self.numbers = mesh, check, numbers
 
     @outside_of_graphs
     def __call__(self, module: Any, args: Any, output: Any) -> Any:
@@ -79,7 +79,10 @@ class SummedOutput:
         return type(output)(self._summed(one) if index in chosen else one for index, one in enumerate(output))
 
     def _summed(self, output: Any) -> Any:
-        return _SumGradient.apply(self.mesh.get_group(), output) if isinstance(output, Tensor) else output
+        if not isinstance(output, Tensor):
+            return output
+        peers = peers_of(self.mesh.get_group())
+        return with_summed_gradients(peers, "modulation gradients", [output], check=self.check)[0]
 
 
 class _Split(torch.autograd.Function):
@@ -109,25 +112,6 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, None, _own_part(grads[0], ctx.sizes, ctx.peers)
-
-
-class _SumGradient(torch.autograd.Function):
-    """The same tensor, whose gradient is summed over the group before it is rounded."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = grads[0]
-        if dist.get_world_size(ctx.group) == 1:
-            return None, grad
-        total = grad.to(sum_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return None, total.to(grad.dtype)
 
 
 def _own_part(x: Tensor, sizes: tuple[int, ...], peers: Peers) -> Tensor:

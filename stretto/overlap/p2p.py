@@ -77,8 +77,8 @@ class Peers:
     def call(self, operation: str, *, background: bool = False) -> Iterator["Call"]:
         """One call of an operation. Every rank of the group enters it, in the same order.
 
-        A `ValueError` raised before anything was sent leaves the group usable; any later error ends it. In the
-        `background`, in a thread that only communicates, waits expose nothing.
+        A `ValueError` or `TypeError` raised before anything was sent leaves the group usable; any later error ends
+        it. In the `background`, in a thread that only communicates, waits expose nothing.
         """
         call = Call(self, operation, self.num_calls, background=background)
         with self.guard(call):
@@ -107,7 +107,7 @@ class Peers:
         except PeerError:
             raise
         except BaseException as error:
-            if isinstance(error, ValueError) and call.num_posts == 0:
+            if isinstance(error, (ValueError, TypeError)) and call.num_posts == 0:
                 place = f"rank {self.rank} of {self.world_size}, {call.operation}, call {call.number}"
                 refuse(self.store, f"{place}: {error}", call.number)
                 raise
@@ -141,7 +141,7 @@ def peers_of(group: dist.ProcessGroup) -> Peers:
 
 def report(group: dist.ProcessGroup) -> Report:
     """What every kind of call on a group did so far on this rank; `print` it."""
-    return Report(list(peers_of(group).records.records.values()))
+    return peers_of(group).records.report()
 
 
 class Call:

@@ -201,16 +201,17 @@ def _apply(
             assert isinstance(layer, VocabLinear)
             layer.gathered = style == "vocab whole"
     elif style in _WHOLE:
-        replicate_parameters(layer, mesh, sharded, summed=style in _SUMMED, recurse=style not in OWN)
+        summed, recurse = style in _SUMMED, style not in OWN
+        replicate_parameters(layer, mesh, sharded, summed=summed, recurse=recurse, check=options.check)
         if style == "sequence announced":
             layer.register_forward_hook(AnnouncedOutput(mesh, options.uneven))
         elif style == "sequence joined":
             layer.register_forward_hook(JoinedOutput(rows[0], mesh, options.check))
         elif style == "modulation":
-            layer.register_forward_hook(SummedOutput(mesh, match.numbers))
+            layer.register_forward_hook(SummedOutput(mesh, options.check, match.numbers))
     elif style == "rms_norm":
         assert isinstance(layer, nn.RMSNorm)
-        FeaturesRMSNorm.adopt(layer, mesh, sharded)
+        FeaturesRMSNorm.adopt(layer, mesh, sharded, check=options.check)
     if style in SPLITS:
         layer.register_forward_pre_hook(SplitInput(rows[0].parts[0], mesh, options.check), with_kwargs=True)
     elif style == "rows":

@@ -186,4 +186,5 @@ def projection_gradient(layout: Layout, rank: int, grad: Tensor) -> Trade:
         received=lambda peer: (rows.sizes[rank], inner, layout.width(peer)),
         num_subslices=rows.num_subslices,
         device=grad.device,
+        is_scratch=True,
     )

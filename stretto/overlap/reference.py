@@ -1,4 +1,4 @@
-"""The same operations with plain collectives: the specification, and what runs under `schedule="plain"`.
+"""The same operations with plain collectives: the specification, which the tests hold every schedule to.
 
 Four collectives with their gradients, and every operation as a composition of one of them with
 `torch.nn.functional.linear`. Slow, plain, and hides nothing. The hazard: a plain collective sums in the dtype

@@ -9,20 +9,26 @@ Megatron-LM's sequence parallelism for the sum.
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from stretto.overlap.group_sums import with_summed_gradients
+from stretto.overlap.inputs import outside_of_graphs
+from stretto.overlap.p2p import peers_of
 from stretto.overlap.sharding import Sharded, shard_parameters, shard_state
 
 __all__ = ["replicate_parameters"]
 
 
 def replicate_parameters(
-    module: nn.Module, mesh: DeviceMesh, sharded: Sharded | None = None, *, summed: bool, recurse: bool = True
+    module: nn.Module,
+    mesh: DeviceMesh,
+    sharded: Sharded | None = None,
+    *,
+    summed: bool,
+    recurse: bool = True,
+    check: bool = True,
 ) -> None:
     """Make a module's parameters replicated DTensors in place.
 
@@ -33,6 +39,7 @@ def replicate_parameters(
         summed: sum gradients over the ranks: each uses the parameters on its own rows or heads. Else their
             gradients must be the same on every rank already.
         recurse: those inside of the module too.
+        check: announce those sums.
     """
     owners = list(module.modules()) if recurse else [module]
     for owner in owners:
@@ -40,7 +47,7 @@ def replicate_parameters(
         shard_parameters(owner, own, mesh, sharded)
         if own:
             owner.register_load_state_dict_pre_hook(_Loading(own, mesh))
-    inside = _Inside(owners, mesh, summed)
+    inside = _Inside(owners, mesh, summed, check)
     module.register_forward_pre_hook(inside.enter)
     module.register_forward_hook(inside.leave, always_call=True)
 
@@ -58,18 +65,22 @@ class _Loading:
 class _Inside:
     """While a module's forward runs its parameters are plain tensors."""
 
-    def __init__(self, owners: list[nn.Module], mesh: DeviceMesh, summed: bool) -> None:
+    def __init__(self, owners: list[nn.Module], mesh: DeviceMesh, summed: bool, check: bool) -> None:
         self.owners = [owner for owner in owners if owner._parameters]
-        self.mesh, self.summed = mesh, summed and mesh.size() > 1
+        self.mesh, self.summed, self.check = mesh, summed, check
         self._outside: list[dict[str, nn.Parameter | None]] = []
 
+    @outside_of_graphs
     def enter(self, module: nn.Module, args: Any) -> None:
         if self._outside:
             raise RuntimeError(f"{type(module).__name__} was called inside its own forward")
         self._outside = [dict(owner._parameters) for owner in self.owners]
         whole = list(dict.fromkeys(p for owner in self._outside for p in owner.values() if p is not None))
         plain = [p.to_local() for p in whole if isinstance(p, DTensor)]
-        inside = dict(zip(whole, _summed(plain, self.mesh) if self.summed else plain, strict=True))
+        if self.summed and plain:
+            peers = peers_of(self.mesh.get_group())
+            plain = with_summed_gradients(peers, "replicated gradients", plain, check=self.check)
+        inside = dict(zip(whole, plain, strict=True))
         for owner, outside in zip(self.owners, self._outside):
             for name, parameter in outside.items():
                 if parameter is not None:
@@ -79,27 +90,3 @@ class _Inside:
         for owner, outside in zip(self.owners, self._outside):
             owner._parameters.update(outside)
         self._outside = []
-
-
-def _summed(tensors: list[Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """The tensors, whose gradients will be summed over the ranks, those of one dtype in one message."""
-    found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        found.update(zip(places, _SumGradients.apply(mesh.get_group(), *(tensors[i] for i in places))))
-    return [found[i] for i in range(len(tensors))]
-
-
-class _SumGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> Any:
-        ctx.group, ctx.shapes = group, [t.shape for t in tensors]
-        return tuple(t.view_as(t) for t in tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        total = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(total, group=ctx.group)
-        parts = total.split([shape.numel() for shape in ctx.shapes])
-        return None, *(part.view(shape) for part, shape in zip(parts, ctx.shapes))

@@ -79,6 +79,7 @@ def attended(layout: Layout, rank: int, queries: QuerySlices, q: Tensor) -> Trad
         received=lambda peer: (rows.sizes[rank], batch, heads.sizes[peer]),
         num_subslices=rows.num_subslices,
         device=q.device,
+        is_scratch=True,
     )
 
 
@@ -99,6 +100,7 @@ def attended_gradient(layout: Layout, rank: int, grad: Tensor, weight: Tensor | 
         received=lambda peer: (rows.sizes[peer], batch, heads.sizes[rank]),
         num_subslices=rows.num_subslices,
         device=grad.device,
+        is_scratch=True,
     )
 
 

@@ -243,6 +243,42 @@ def frozen_weights() -> None:
         y.sum().backward()
 
 
+def order_of_parts() -> dict[str, Any]:
+    """By operation, whose part each product made; and when the own was made and an arrival first awaited."""
+    group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    x, weight = torch.ones(1, 2, 3), torch.ones(2 * n, 3)
+    with overlap.trace() as recorded:
+        (q,) = matmul_all_to_all(x, [weight], group, features=[[2] * n])
+        attention_all_to_all(*[q.unflatten(-1, (1, 2))] * 3, group)
+    found: dict[str, Any] = {}
+    for span in sorted(recorded.spans, key=lambda span: span.start_s):
+        if span.what == "product":
+            found.setdefault(span.operation, []).append(int(span.name.split(",")[0].removeprefix("slice ")))
+            if span.operation == "matmul_all_to_all" and found[span.operation][-1] == rank:
+                found.setdefault("own part made", span.start_s)
+        elif span.what == "wait" and span.operation == "matmul_all_to_all" and "own part made" in found:
+            found.setdefault("first arrival waited for", span.start_s)
+    return found
+
+
+def refuse(how: str) -> str:
+    """What a call is refused with whose input is wrong on every rank; the group is used after it."""
+    group, n = dist.group.WORLD, dist.get_world_size()
+    x, w, q = torch.ones(1, 2, 3), torch.ones(2 * n, 3), torch.ones(1, 2 * n, 1, 2)
+    calls: dict[str, Any] = {
+        "features": lambda: matmul_all_to_all(x, [w], group, features=[[1, 2]]),
+        "splits": lambda: matmul_all_to_all(x, [w], group, features=[[2] * n] * 2),
+        "heads": lambda: attention_all_to_all(q, q, q, group, heads=[3] * n),
+        "bias": lambda: attention_all_to_all(q, q, q, group, bias=torch.ones(2)),
+        "shapes": lambda: attention_all_to_all(q, q[0], q, group),
+        "ring": lambda: attention_all_to_all(q, q, q, group, schedule="ring"),
+    }
+    with pytest.raises(ValueError, match=r"\w") as refused:
+        calls[how]()
+    assert matmul_all_to_all(x, [w], group, features=[[2] * n])[0].shape == (1, 2 * n, 2)
+    return str(refused.value)
+
+
 def low_rank(started: bool, num_subslices: int, dtype: str) -> None:
     """An adapter beside a layer's weight gives what the merged weight gives, and its gradients."""
     group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()

@@ -84,15 +84,19 @@ def measured_as(
     return choice.schedule, choice.num_subslices, warned(messages), table, trials["plain", 1]
 
 
-def said_once() -> list[str]:
+def said_once(reducer: bool) -> tuple[list[str], str]:
+    """What is warned of on one rank, by products or by a gradient reduction, and the group's report."""
     group = dist.new_group()
     with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
-        for schedule in ("direct", "auto", "ring"):
+        for _ in range(2 * reducer):
+            GradientReducer(nn.Linear(2, 2), group).close()
+        for schedule in () if reducer else ("direct", "auto", "ring"):
             one_step(group, schedule=schedule)
         one_step(group, schedule="plain")
+    table = str(report(group))
     dist.destroy_process_group(group)
-    return warned(messages)
+    return warned(messages), table
 
 
 def disagreeing_times() -> tuple[str, int]:

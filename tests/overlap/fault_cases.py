@@ -12,16 +12,23 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.overlap import (
+    GradientReducer,
     all_gather_matmul,
+    attention_all_to_all,
     matmul_all_reduce,
     matmul_all_reduce_start,
+    matmul_all_to_all,
     matmul_reduce_scatter,
     p2p,
+    parallelize,
     replicate_matmul,
+    report,
 )
+from stretto.overlap.norms import features_rms_norms
+from stretto.overlap.p2p import Call
 from stretto.overlap.products import WeightGradient
 from stretto.overlap.transfers import Transfer
 
@@ -107,6 +114,7 @@ def refuse(how: str) -> tuple[str, str, bool]:
             "total": lambda: matmul_reduce_scatter(x, w, group, sizes=[1] * dist.get_world_size()),
             "exchange": lambda: matmul_reduce_scatter(x, w, group, sizes="exchange"),
             "one weight": lambda: replicate_matmul(x, w, group),
+            "a dim by name": lambda: all_gather_matmul(x, w, group, dim="rows"),
             "no group": lambda: all_gather_matmul(x, w, None),
         }
         kind, text = ends(calls[how])
@@ -189,17 +197,41 @@ def one_call_more(bad: int) -> Ends:
         return *ends(lambda: square(group)), ""
 
 
-def die(bad: int, in_backward: bool) -> Ends:
+def die(bad: int, what: str) -> Ends:
+    """Rank `bad` is gone before the second half of something, or before a second call of it."""
     with own_group() as group:
-        x = torch.ones(4, 3, requires_grad=True)
-        y = all_gather_matmul(x, torch.ones(2, 3), group)
-        if dist.get_rank() == bad and in_backward:
-            os._exit(3)
-        if in_backward:
-            return *ends(lambda: y.sum().backward()), ""
+        n, x = dist.get_world_size(), torch.ones(1, 4, 3, requires_grad=True)
+        norm, linear = nn.Sequential(nn.LayerNorm(3)), nn.Linear(3, 2)
+
+        def attention() -> Tensor:
+            (q,) = matmul_all_to_all(x, [torch.ones(2 * n, 3)], group, features=[[2] * n])
+            return attention_all_to_all(*[q.unflatten(-1, (1, 2))] * 3, group)
+
+        calls: dict[str, Callable[[], Tensor]] = {
+            "all_gather_matmul": lambda: square(group, grad=True),
+            "matmul_all_to_all": attention,
+            "attention_all_to_all": attention,
+            "features_rms_norms": lambda: features_rms_norms([x], [None], group, eps=[None], num_features=9)[0],
+            "replicated gradients": lambda: norm(x),
+            "gradient reduction": lambda: linear(x),
+        }
+        if what.startswith("replicated"):
+            parallelize(norm, {"0": "sequence"}, group)
+        reducer = GradientReducer(linear, group) if what.startswith("gradient") else None
+        call = calls[what.removesuffix(" backward")]
+        y = call()
+        square(group)
         if dist.get_rank() == bad:
             os._exit(3)
-        return *ends(lambda: square(group)), ""
+
+        def second() -> None:
+            if what in ("all_gather_matmul", "matmul_all_to_all", "features_rms_norms"):
+                call()
+            y.sum().backward()
+            if reducer is not None:
+                reducer.finish()
+
+        return *ends(second), ""
 
 
 def fail_between_products(bad: int) -> Ends:
@@ -226,11 +258,13 @@ def ask_for_one_gradient(odd: int) -> None:
 
 
 def unchecked() -> None:
-    square(dist.group.WORLD, check=False)
-    x, w = torch.randn(5, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
-    y = matmul_reduce_scatter(x, w, dist.group.WORLD, check=False, schedule="ring", num_subslices=2)
-    y.sum().backward()
-    assert torch.isfinite(x.grad).all()
+    with own_group() as group, mock.patch.object(Call, "tell", side_effect=AssertionError("a header")):
+        square(group, check=False)
+        x, w = torch.randn(5, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+        y = matmul_reduce_scatter(x, w, group, check=False, schedule="ring", num_subslices=2)
+        y.sum().backward()
+        assert torch.isfinite(x.grad).all()
+        assert "check=False: no headers" in str(report(group))
 
 
 def wait_twice() -> tuple[Ends, Ends]:

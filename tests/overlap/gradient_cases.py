@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stretto.overlap import GradientReducer, ReductionThread, buckets, gradients, reduce_bucket
+from stretto.overlap import GradientReducer, ReductionThread, buckets, published, reduce_bucket
 from tests.overlap.matmul_cases import Draw, same
 
 
@@ -122,7 +122,7 @@ def units() -> None:
         time.sleep(0.1)
         return spread(*args, **kwargs)
 
-    with mock.patch.object(gradients, "spread", late):
+    with mock.patch.object(published, "spread", late):
         reducer.publish()
     seen = mine(torch.eye(3, dtype=torch.float64))
     reducer.close()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stretto.overlap import GradientReducer, PeerError
+from stretto.overlap import GradientReducer, PeerError, parallelize
 from stretto.overlap.buckets import Pieces
 from stretto.overlap.sliced import SlicedWeight
 from tests.overlap.gradient_cases import compare, losses, models
@@ -64,6 +64,10 @@ def misuse() -> None:
         GradientReducer(nn.ReLU(), group)
     with pytest.raises(ValueError, match="last must be a linear layer"):
         GradientReducer(mine, group, last=nn.Linear(2, 2))
+    parallel = nn.Sequential(nn.Linear(2, 2))
+    parallelize(parallel, {"0": "column"}, group)
+    with pytest.raises(ValueError, match="last has a ColumnLinear; it takes plain"):
+        GradientReducer(parallel, group, last=parallel[0])
     reducer = GradientReducer(mine, group, last=[mine.first, mine.shared])
     twice = [losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum() for _ in range(2)]
     mine.first.forward.__self__.flush()  # as if each were alone

@@ -46,6 +46,22 @@ def order_of_events() -> tuple[list[str], list[tuple[str, int]]]:
     return events, products
 
 
+def gradients_that_left() -> list[bool]:
+    """Whether a layer's gradients are gone when the layers before it have theirs, sharded and replicated."""
+    found = []
+    for sharded in (True, False):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        reducer = GradientReducer(model, dist.group.WORLD, sharded=sharded, bucket_bytes=1)
+        handle = model[0].weight.register_post_accumulate_grad_hook(
+            lambda _, later=model[1]: found.append(later.weight.grad is None)
+        )
+        model(torch.ones(1, 3)).sum().backward()
+        reducer.finish()
+        handle.remove()
+        reducer.close()
+    return found
+
+
 def order_of_sends_and_landings(sharded: bool, late_bound: bool) -> str:
     """ "s" for a bucket's pieces that leave, "l" for pieces that are awaited, of two backwards."""
     mine, _ = models()

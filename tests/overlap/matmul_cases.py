@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto import overlap
 from stretto.overlap.products import WeightGradient
@@ -272,6 +273,28 @@ def weight_products(schedule: str, keep_gathered: bool) -> int:
     with mock.patch.object(WeightGradient, "add", autospec=True, side_effect=WeightGradient.add) as add:
         y.backward(draw(4 * n, 2))
     return add.call_count
+
+
+def backward_products(operation: str, needs: tuple[int, int, int]) -> int:
+    """How many products a backward has: those of x's gradient and those of the weight's."""
+    n, draw = dist.get_world_size(), Draw(5)
+    x, weight, bias = (leaf(draw(*s), bool(needed)) for s, needed in zip([(2 * n, 3), (4, 3), (4,)], needs))
+    call = {"gather": overlap.all_gather_matmul, "scatter": overlap.matmul_reduce_scatter}[operation]
+    y = call(x, weight, dist.group.WORLD, biases=bias, schedule="direct").square().sum()
+    counted = Products()
+    with counted:
+        y.backward()
+    return counted.count
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "mm" in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def halves_backward(schedule: str) -> list[str]:

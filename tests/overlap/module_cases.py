@@ -125,13 +125,16 @@ def one_gather_for_siblings() -> int:
 
 
 def a_changed_input() -> None:
-    """A sibling that is called after its input was changed in place computes anew."""
+    """A sibling that is called after its input or its weight was changed in place computes anew."""
     layers = nn.ModuleDict({"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)}).double()
     parallelize(layers, {"q+k": "column"}, dist.group.WORLD, LinearOptions(schedule="direct"))
     x = torch.ones(1, 2, 4, dtype=torch.float64)
     with torch.no_grad():
         layers["q"](x)
         x.mul_(2.0)
+        assert torch.equal(layers["k"](x), layers["k"](x.clone()))
+        layers["q"](x)
+        layers["k"].weight.mul_(2.0)
         assert torch.equal(layers["k"](x), layers["k"](x.clone()))
     with torch.inference_mode():
         x = torch.ones(1, 2, 4, dtype=torch.float64)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from stretto.overlap import all_gather_matmul, matmul_all_reduce_start, matmul_reduce_scatter
 from stretto.overlap.p2p import Call, Peers, peers_of
 from stretto.overlap.transfers import Transfer
-from tests.overlap import matmul_cases
+from tests.overlap import attention_cases, gradient_cases, matmul_cases
 
 OPERATIONS = (
     matmul_cases.column,
@@ -41,6 +41,45 @@ def random_case(draw: random.Random, num_ranks: int) -> dict[str, Any]:
     }
 
 
+def random_attention(draw: random.Random, num_ranks: int) -> dict[str, Any]:
+    kv_heads = draw.randint(num_ranks, num_ranks + 2)
+    return {
+        "rows": [draw.randrange(4) for _ in range(num_ranks - 1)] + [1],
+        "batch": 1,
+        "heads": kv_heads * draw.randint(1, 2),
+        "kv_heads": kv_heads,
+        "fused": draw.random() < 0.5,
+        "causal": draw.random() < 0.5,
+        "mask": draw.choice(["none", "keys"]),
+        "started": draw.random() < 0.5,
+        "recompute": draw.random() < 0.5,
+        "by_hand": False,
+        "schedule": draw.choice(["direct", "plain"]),
+        "num_subslices": draw.choice([1, 2, 4]),
+        "seed": draw.randrange(10**6),
+    }
+
+
+def random_reduction(draw: random.Random) -> dict[str, Any]:
+    last = draw.choice([[], ["first"], ["first", "out"]])
+    return {"bucket_bytes": draw.choice([1, 300]), "last": last, "average": True, "seed": draw.randrange(10**6)}
+
+
+def random_operation(draw: random.Random, num_ranks: int) -> None:
+    """A product, an attention or a reduction, its forward and its backward, beside what one process computes."""
+    kind = draw.randrange(len(OPERATIONS) + 3)
+    if kind < len(OPERATIONS):
+        case = random_case(draw, num_ranks)
+        case["schedule"] = draw.choice([case["schedule"], case["schedule"], "plain", "auto"])
+        OPERATIONS[kind](case)
+    elif kind == len(OPERATIONS):
+        attention_cases.ulysses(random_attention(draw, num_ranks))
+    elif kind == len(OPERATIONS) + 1:
+        attention_cases.query_split(random_attention(draw, num_ranks))
+    else:
+        draw.choice([gradient_cases.summed, gradient_cases.late_bound])(random_reduction(draw))
+
+
 def random_sequences(first_seed: int, num_sequences: int) -> None:
     """Each sequence is the same on every rank; each rank pauses when it likes."""
     pause = random.Random(dist.get_rank())
@@ -55,7 +94,7 @@ def random_sequences(first_seed: int, num_sequences: int) -> None:
         for seed in range(first_seed, first_seed + num_sequences):
             draw = random.Random(seed)
             for _ in range(draw.randint(1, 3)):
-                draw.choice(OPERATIONS)(random_case(draw, dist.get_world_size()))
+                random_operation(draw, dist.get_world_size())
 
 
 def two_groups(seed: int) -> None:
@@ -110,6 +149,8 @@ def poisoned(seed: int, num_cases: int) -> None:
         for index in range(num_cases):
             draw = random.Random(seed + index)
             draw.choice(OPERATIONS)(random_case(draw, dist.get_world_size()))
+            attention_cases.ulysses(random_attention(draw, dist.get_world_size()))
+            attention_cases.query_split(random_attention(draw, dist.get_world_size()))
     assert sum(released) > 0
 
 
@@ -141,7 +182,7 @@ def most_in_flight(schedule: str, num_subslices: int) -> int:
     start, wait = Call._start, Call.wait
 
     def payload(transfer: Transfer) -> int:
-        return sum(t.numel() for _, t, _ in transfer.messages if t.dtype != torch.int64)
+        return sum(t.numel() for _, t, _ in transfer.messages if t.dtype != torch.uint8)
 
     def note_start(call: Call, messages: Any, wire: Any) -> Transfer:
         nonlocal most, now

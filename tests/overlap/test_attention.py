@@ -13,6 +13,14 @@ from tests.overlap.examples import few
 from tests.ranks import Ranks
 
 WORLDS = [1, 2, 3, 4, 5, 8]
+REFUSALS = {
+    "features": "features=(1, 2) add up to 3, but the weight has 4",
+    "splits": "2 splits of features for 1 weights",
+    "heads": "but q has 1 heads",
+    "bias": "a bias without a weight",
+    "shapes": "q, k and v must be (batch, rows, heads, d)",
+    "ring": "schedule='ring' is not one of",
+}
 
 
 @st.composite
@@ -48,6 +56,32 @@ def test_attention_equals_one_process(ranks: Ranks, num_ranks: int, layer: str) 
         ranks.run(num_ranks, getattr(attention_cases, layer), case)
 
     check()
+
+
+def test_a_causal_layer_on_eight_ranks_equals_one_process_in_every_cut(ranks: Ranks) -> None:
+    for m in (1, 2, 4):
+        whole = {"rows": [3, 0, 1, 4, 2, 2, 1, 5], "batch": 1, "heads": 18, "kv_heads": 9, "fused": True, "seed": m}
+        whole |= {"causal": True, "mask": "none", "started": False, "recompute": False, "by_hand": False}
+        for layer, schedule in [("ulysses", "direct"), ("query_split", "direct"), ("query_split", "ring")]:
+            case = {**whole, "schedule": schedule, "num_subslices": m}
+            ranks.run(8, getattr(attention_cases, layer), case)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_others_parts_are_made_first_and_the_own_last(ranks: Ranks, num_ranks: int) -> None:
+    for rank, made in enumerate(ranks.run(num_ranks, attention_cases.order_of_parts)):
+        others = [(rank + 1 + step) % num_ranks for step in range(num_ranks - 1)]
+        for operation in ("matmul_all_to_all", "attention_all_to_all"):
+            order = list(dict.fromkeys(made[operation][:num_ranks]))
+            assert sorted(order[:-1]) == sorted(others), operation
+            assert order[-1] == rank, operation
+        assert made["first arrival waited for"] > made["own part made"]
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_attention_refuses_on_every_rank_and_the_group_lives(ranks: Ranks, how: str) -> None:
+    for text in ranks.run(2, attention_cases.refuse, how):
+        assert REFUSALS[how] in text
 
 
 def test_attention_goes_backward_once_and_needs_no_weight_gradients(ranks: Ranks) -> None:

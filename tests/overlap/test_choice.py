@@ -73,10 +73,12 @@ def test_a_choice_that_was_slower_than_plain_when_it_was_tried_is_not_believed(r
         assert all("when it was tried it took 4 ms, plain 2" in text for text in said)
 
 
-def test_one_rank_is_told_once_that_there_is_nothing_to_overlap(ranks: Ranks) -> None:
-    (said,) = ranks.run(1, choice_cases.said_once)
+@pytest.mark.parametrize("reducer", [False, True])
+def test_one_rank_is_told_once_that_there_is_nothing_to_overlap(ranks: Ranks, reducer: bool) -> None:
+    ((said, table),) = ranks.run(1, choice_cases.said_once, reducer)
     assert len(said) == 1
     assert "one rank" in said[0]
+    assert table.endswith("\none rank: there is nothing to overlap")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -108,6 +108,10 @@ def test_own_rows_that_failed_are_made_by_the_next_finish(ranks: Ranks) -> None:
     ranks.run(2, gradient_fault_cases.own_rows_that_fail_once)
 
 
+def test_a_gradient_that_left_takes_no_memory_where_its_shard_alone_comes_back(ranks: Ranks) -> None:
+    assert ranks.run(2, gradient_order_cases.gradients_that_left) == [[True, False]] * 2
+
+
 @pytest.mark.parametrize("late_bound", [False, True])
 def test_a_reducer_closed_within_a_backward_leaves_nothing_under_way(ranks: Ranks, late_bound: bool) -> None:
     assert ranks.run(2, gradient_fault_cases.closed_within_a_backward, late_bound) == [True, True]

@@ -40,9 +40,10 @@ def test_an_adapted_parallel_model_equals_one_process(ranks: Ranks, num_ranks: i
 
 
 def test_adapters_ride_on_the_communication_of_their_base_layers(ranks: Ranks) -> None:
-    layers, directions, float32_in_row_layers = 4, 2, 8
-    assert ranks.run(2, lora_cases.num_calls, torch.float64) == [layers * directions] * 2
-    assert ranks.run(2, lora_cases.num_calls, torch.bfloat16) == [layers * directions + float32_in_row_layers] * 2
+    layers, directions, norms, whole_adapters, float32_in_row_layers = 4, 2, 2, 8, 8
+    num_calls = layers * directions + norms + whole_adapters  # the gradients of the last two are summed apart
+    assert ranks.run(2, lora_cases.num_calls, torch.float64) == [num_calls] * 2
+    assert ranks.run(2, lora_cases.num_calls, torch.bfloat16) == [num_calls + float32_in_row_layers] * 2
 
 
 def test_adapters_are_sharded_as_their_base_layers(ranks: Ranks) -> None:

@@ -1,5 +1,6 @@
 """Every product equals the problem solved by one process: outputs, every gradient, float64, 1e-12."""
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.overlap import matmul_cases
 from tests.overlap.examples import few
+from tests.overlap.sequence_cases import random_case
 from tests.ranks import Ranks
 
 WORLDS = [1, 2, 3, 4, 5, 8]
@@ -47,6 +49,28 @@ def test_a_product_equals_one_process(ranks: Ranks, num_ranks: int, operation: s
         ranks.run(num_ranks, getattr(matmul_cases, operation), case)
 
     check()
+
+
+@several_worlds
+@pytest.mark.parametrize("operation", ["column", "row", "all_reduce", "replicate", "weight_gather"])
+def test_every_schedule_and_cut_of_uneven_slices_equals_one_process(
+    ranks: Ranks, num_ranks: int, operation: str
+) -> None:
+    rows = [(2 + 3 * rank) % 5 for rank in range(num_ranks)]
+    for schedule in ("direct", "ring"):
+        for num_subslices in (1, 2, 4):
+            case = random_case(Random(num_subslices), num_ranks)
+            case |= {"rows": rows, "schedule": schedule, "num_subslices": num_subslices}
+            ranks.run(num_ranks, getattr(matmul_cases, operation), case)
+
+
+@pytest.mark.parametrize("operation", ["gather", "scatter"])
+@pytest.mark.parametrize("needs", [(1, 1, 1), (1, 0, 1), (0, 1, 1)])
+def test_a_gradient_that_nobody_needs_costs_no_product(
+    ranks: Ranks, operation: str, needs: tuple[int, int, int]
+) -> None:
+    products = 3 * (needs[0] + needs[1])  # of three slices
+    assert ranks.run(3, matmul_cases.backward_products, operation, needs) == [products] * 3
 
 
 @pytest.mark.parametrize("schedule", ["direct", "plain"])
