@@ -47,7 +47,7 @@ class GradientReducer(LateBound, OwnedShards):
             `nn.MultiheadAttention` does: after `publish` all of a unit's parameters are awaited before its forward.
             What is inside gets no hook of its own, so it must be called by its unit alone.
         sharded: leave each rank the gradient of its own shard, in `owned`, instead of every gradient
-            everywhere.
+            everywhere; parameters' own are None from when they leave.
         late_bound: keep every rank's pieces apart until `settle` or `fold` says what they are worth;
             `deliver` then gives the gradients. Costs one gradient's worth of memory on every rank for each
             backward that waits.

@@ -229,12 +229,12 @@ class SharedInput:
 
     @outside_of_graphs
     def output(self, layer: ParallelLinear, x: Tensor) -> Tensor:
-        """`layer`'s output for x; kept from a sibling's call if x is the same tensor and nothing changed since.
+        """`layer`'s output for x; kept from a sibling's call if x and parameters are the same, unchanged.
 
         Not compiled: whether a tensor is the same and unchanged is no operation of a graph.
         """
         parameters = (p for one in self.layers for p in one.parameters(recurse=False))
-        state = (torch.is_grad_enabled(), *map(_version, (x, *parameters)))
+        state = (torch.is_grad_enabled(), _version(x), *((id(p), _version(p)) for p in parameters))
         held = self._key is not None and self._key[0] is x and self._key[1] == state
         if not held or id(layer) not in self._outputs:
             if not layer.leads:

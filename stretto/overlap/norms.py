@@ -23,6 +23,7 @@ from stretto.overlap.sharding import Sharded, shard_parameters, shard_state
 __all__ = ["FeaturesRMSNorm", "features_rms_norms"]
 
 
+@outside_of_graphs
 def features_rms_norms(
     xs: Sequence[Tensor],
     weights: Sequence[Tensor | None],

@@ -32,8 +32,9 @@ def sliced_layers(module: nn.Module, last: nn.Linear | Sequence[nn.Linear]) -> l
     if not all(any(m is layer for m in module.modules()) for layer in layers):
         raise ValueError("last must be a linear layer of the module, or several of them")
     for layer in layers:
-        if getattr(type(layer), "forward", None) is not nn.Linear.forward:
-            raise ValueError(f"last has a {type(layer).__name__}; it takes plain nn.Linear layers alone")
+        if getattr(type(layer), "forward", None) is not nn.Linear.forward or "forward" in vars(layer):
+            own = " whose forward was replaced" if "forward" in vars(layer) else ""
+            raise ValueError(f"last has a {type(layer).__name__}{own}; it takes plain nn.Linear layers alone")
     everything = list(module.named_parameters(remove_duplicate=False))
     for layer in layers:
         names = [name for name, parameter in everything if parameter is layer.weight]

@@ -69,6 +69,8 @@ def misuse() -> None:
     with pytest.raises(ValueError, match="last has a ColumnLinear; it takes plain"):
         GradientReducer(parallel, group, last=parallel[0])
     reducer = GradientReducer(mine, group, last=[mine.first, mine.shared])
+    with pytest.raises(ValueError, match="last has a Linear whose forward was replaced"):
+        GradientReducer(mine, group, last=mine.first)
     twice = [losses(mine, torch.ones(1, 4, 3, dtype=torch.float64)).sum() for _ in range(2)]
     mine.first.forward.__self__.flush()  # as if each were alone
     twice[0].backward()
