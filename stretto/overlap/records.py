@@ -45,7 +45,7 @@ class Report:
     """What was asked for on this group and does not happen, or is not looked at; each once."""
 
     def __str__(self) -> str:
-        head = ("operation", "tuned as", "schedule", "m", "calls", "exposed ms a call", "predicted ms", "why")
+        head = ("operation", "tuned as", "schedule", "m", "calls", "exposed ms a call", "predicted ms exposed", "why")
         rows = [head, *(_row(record) for record in self.records)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]

@@ -28,7 +28,9 @@ Launch = Callable[[Callable[[int], Tensor]], None]
 
 def sliced_layers(module: nn.Module, last: nn.Linear | Sequence[nn.Linear]) -> list[nn.Linear]:
     """`last` as a list; `ValueError` unless they are the module's, and nothing else in it has their weights."""
-    layers = [last] if isinstance(last, nn.Module) else list(last)
+    layers = [last] if isinstance(last, nn.Module) else list(last) if isinstance(last, Sequence) else [last]
+    if len({id(layer) for layer in layers}) < len(layers):
+        raise ValueError("last has a layer twice")
     if not all(any(m is layer for m in module.modules()) for layer in layers):
         raise ValueError("last must be a linear layer of the module, or several of them")
     for layer in layers:

@@ -62,8 +62,11 @@ def misuse() -> None:
         GradientReducer(tied, group, last=tied[0])
     with pytest.raises(ValueError, match="no parameter"):
         GradientReducer(nn.ReLU(), group)
-    with pytest.raises(ValueError, match="last must be a linear layer"):
-        GradientReducer(mine, group, last=nn.Linear(2, 2))
+    for wrong in (nn.Linear(2, 2), None, nn.Linear):
+        with pytest.raises(ValueError, match="last must be a linear layer"):
+            GradientReducer(mine, group, last=wrong)
+    with pytest.raises(ValueError, match="last has a layer twice"):
+        GradientReducer(mine, group, last=[mine.out, mine.out])
     parallel = nn.Sequential(nn.Linear(2, 2))
     parallelize(parallel, {"0": "column"}, group)
     with pytest.raises(ValueError, match="last has a ColumnLinear; it takes plain"):
