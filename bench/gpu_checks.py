@@ -24,7 +24,14 @@ from stretto.overlap import (
 )
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
-WAYS = (("plain", 1), ("direct", 1), ("direct", 2), ("direct", 4), ("ring", 1), ("auto", 1))
+SCHEDULES = {
+    "plain": ("plain", 1),
+    "direct m=1": ("direct", 1),
+    "direct m=2": ("direct", 2),
+    "direct m=4": ("direct", 4),
+    "ring": ("ring", 1),
+    "auto": ("auto", 1),
+}
 Pairs = Iterator[tuple[Tensor, Tensor]]
 
 
@@ -53,7 +60,7 @@ def _column_and_row(group: dist.ProcessGroup, device: torch.device, dtype: torch
     x, up, down = (drawn(i, device, dtype, *shape).requires_grad_() for i, shape in enumerate(shapes))
     y = F.linear(torch.tanh(F.linear(x, up)), down)
     y.square().sum().backward()
-    for schedule, m in WAYS:
+    for schedule, m in SCHEDULES.values():
         mine = [_parts(group, x, 0), _parts(group, up, 0), _parts(group, down, 1)]
         hidden = all_gather_matmul(mine[0], mine[1], group, schedule=schedule, num_subslices=m)
         out = matmul_reduce_scatter(torch.tanh(hidden), mine[2], group, schedule=schedule, num_subslices=m)
@@ -70,7 +77,7 @@ def _whole_rows(group: dist.ProcessGroup, device: torch.device, dtype: torch.dty
     x, up, down = (drawn(i, device, dtype, *shape).requires_grad_() for i, shape in enumerate(shapes))
     y = F.linear(torch.tanh(F.linear(x, up)), down)
     y.square().sum().backward()
-    for schedule, m in WAYS:
+    for schedule, m in SCHEDULES.values():
         mine, my_up, my_down = x.detach().clone().requires_grad_(), _parts(group, up, 0), _parts(group, down, 1)
         (hidden,) = replicate_matmul(mine, [my_up], group, schedule=schedule, num_subslices=m)
         out = matmul_all_reduce(torch.tanh(hidden), my_down, group, schedule=schedule, num_subslices=m)
@@ -86,7 +93,7 @@ def _weight_gather(group: dist.ProcessGroup, device: torch.device, dtype: torch.
     x, weight = (drawn(i, device, dtype, *shape).requires_grad_() for i, shape in enumerate(shapes))
     y = F.linear(x, weight)
     y.square().sum().backward()
-    for schedule, m in WAYS:
+    for schedule, m in SCHEDULES.values():
         mine, part = x.detach()[rank].clone().requires_grad_(), _parts(group, weight, 0)
         out = weight_gather_matmul(mine, part, group, schedule=schedule, num_subslices=m)
         out.square().sum().backward()
@@ -116,7 +123,7 @@ def _query_split(group: dist.ProcessGroup, device: torch.device, dtype: torch.dt
     q = F.linear(x, weight).unflatten(-1, (-1, 8)).transpose(1, 2)
     y = F.linear(F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2), out_weight)
     y.square().sum().backward()
-    for schedule, m in WAYS:
+    for schedule, m in SCHEDULES.values():
         mine, whole, part = (
             _parts(group, x, 1),
             weight.detach().clone().requires_grad_(),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu_checks import checks, drawn
+from bench.gpu_checks import SCHEDULES, checks, drawn
 from stretto.leaving import end_process
 from stretto.overlap import (
     all_gather_matmul,
@@ -27,14 +27,6 @@ from stretto.overlap.routes import route
 from stretto.overlap.staged import HostCopies
 from stretto.overlap.wires import HOST, staged_wire
 
-SCHEDULES = {
-    "plain": ("plain", 1),
-    "direct m=1": ("direct", 1),
-    "direct m=2": ("direct", 2),
-    "direct m=4": ("direct", 4),
-    "ring": ("ring", 1),
-    "auto": ("auto", 1),
-}
 Run = Callable[[], Any]
 Setting = dict[str, Any]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bench import gpu
-from bench.gpu_checks import BOUNDS, CHECKS
-from bench.gpu_ranks import OPERATIONS, SCHEDULES
+from bench.gpu_checks import BOUNDS, CHECKS, SCHEDULES
+from bench.gpu_ranks import OPERATIONS
 
 
 def test_a_dry_run_checks_and_times_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,8 +74,6 @@ def _say(call: Call, why: str, predicted: str = "") -> None:
 
 
 def _measured(call: Call, how: How, run: Callable[[How], object]) -> Choice:
-    if call.peers.world_size == 1:
-        return choose(0.0, 0.0, 1)
     if torch.are_deterministic_algorithms_enabled():
         return Choice("direct", 1, 0.0, 0.0)
     call.is_trial, call.device, before = True, how.device, call.exposed_s
@@ -115,17 +113,17 @@ def _judged(call: Call, trials: Trials, device: torch.device) -> tuple[Choice, b
 
     choice, sharp = law(alike_s), law(products_s)
     is_settled = (choice.schedule, choice.num_subslices) == (sharp.schedule, sharp.num_subslices)
-    return _believed(choice, totals_s), is_settled
+    return _believed(choice, totals_s, messages_s), is_settled
 
 
-def _believed(choice: Choice, totals_s: dict[tuple[str, int], float]) -> Choice:
+def _believed(choice: Choice, totals_s: dict[tuple[str, int], float], messages_s: float) -> Choice:
     """The law's choice, unless in the trial it took longer than plain: the law knows no price of a message."""
     tried_s, plain_s = totals_s[choice.schedule, choice.num_subslices], totals_s["plain", 1]
     if tried_s <= plain_s:
         return choice
     why = f"when it was tried it took {tried_s * 1e3:.4g} ms, plain {plain_s * 1e3:.4g}"
     plain, direct = choice.plain_s, choice.overlapped_s
-    return Choice("plain", 1, plain, plain, choice.predicted_exposed_s, why, direct)
+    return Choice("plain", 1, plain, plain, messages_s, why, direct)
 
 
 def _timed(call: Call, run: Callable[[], object]) -> tuple[float, float]:

@@ -25,7 +25,8 @@ def added(shape: tuple[int, ...], dtype: torch.dtype) -> list[float]:
     assert total.dtype == wide
     assert total.shape == shape
     assert total.untyped_storage().nbytes() == total.nbytes or dist.get_world_size() == 1
-    torch.testing.assert_close(total, parts.to(wide).sum(0), rtol=1e-6 if wide == torch.float32 else 1e-14, atol=1e-6)
+    rounding = 8 * torch.finfo(wide).eps  # of at most eight parts of about one
+    torch.testing.assert_close(total, parts.to(wide).sum(0), rtol=rounding, atol=rounding)
     assert torch.equal(mine, before)
     return total.flatten().tolist()
 

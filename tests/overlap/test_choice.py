@@ -1,5 +1,6 @@
 """The law chooses once for each shape, the same on every rank; what is not overlapped is said; traces tell all."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,9 @@ def test_products_that_take_no_time_can_be_tried(ranks: Ranks) -> None:
 def test_a_choice_that_was_slower_than_plain_when_it_was_tried_is_not_believed(ranks: Ranks) -> None:
     seconds = {("plain", 1): (0.002, 0.001), ("direct", 1): (0.004, 0.003), ("direct", 2): (0.006, 0.004)}
     seconds["direct", 4] = (0.01, 0.006)
-    for rank, (schedule, _, said, *_) in enumerate(ranks.run(2, choice_cases.measured_as, seconds)):
+    for rank, (schedule, _, said, table, _) in enumerate(ranks.run(2, choice_cases.measured_as, seconds)):
         assert schedule == "plain"
+        assert re.search(r" 1\.000 +when it was tried", table), table  # all of plain's messages are exposed
         assert len(said) == (rank == 0)
         assert all("when it was tried it took 4 ms, plain 2" in text for text in said)
 
